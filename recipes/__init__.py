@@ -1,0 +1,1 @@
+"""Recipes that ship with the package, and the embedded quick-start model."""
