@@ -29,7 +29,8 @@ def fixed_windows(tokens: Sequence[int], length: int, chunks: int, bos: int | No
     """The first `chunks` non-overlapping stretches of `length` tokens; the second half of each is scored.
 
     Exactly llama-perplexity's protocol: tokens length/2+1 .. length-1 of a chunk are scored, so that each has at least
-    half a window of context; where the model's tokenizer begins a text with BOS, BOS *replaces* each chunk's first token.
+    half a window of context; where the model's tokenizer begins a text with BOS, BOS *replaces* the first token of each
+    chunk.
     """
     starts = range(0, len(tokens) - length + 1, length)[:chunks]
     rows = [list(tokens[start : start + length]) for start in starts]

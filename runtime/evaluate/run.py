@@ -31,10 +31,10 @@ def evaluate(
 ) -> dict[str, Any]:
     """Perplexity of `model` on a plain text file and, with `against`, its divergence from that reference.
 
-    Windows are llama-perplexity's (`fixed_windows`) or, with `stride`, overlapping. The tokens are the reference's, when
-    there is one. Logits are float32, of the dequantised weights (engine "transformers") or of the packed ones through the
-    bundled kernels ("runtime"); the reference always goes through transformers. Its logits are stored at 16 bits each in
-    `cache` and reused by the next candidate, or in a temporary folder. One model is in memory at a time.
+    Windows are llama-perplexity's (`fixed_windows`) or, with `stride`, overlapping. The tokens are the reference's,
+    when there is one. Logits are float32, of the dequantised weights (engine "transformers") or of the packed ones
+    through the bundled kernels ("runtime"); the reference always goes through transformers. Its logits are stored at 16
+    bits each in `cache` and reused by the next candidate, or in a temporary folder. One model is in memory at a time.
 
     Returns `ppl ppl_stderr tokens chunks length`; with `against` also `kld kld_stderr kld_median kld_p99 kld_max top1
     top1_stderr rms_dp ref_ppl ppl_ratio ppl_ratio_stderr reference_cache_mb same_tokenizer` (see `Divergence.summary`).

@@ -1,4 +1,4 @@
-"""Models as something that answers with logits: through transformers (dense), or through the bundled runtime (packed)."""
+"""Models as something that answers with logits: through transformers (dense) or the bundled runtime (packed)."""
 
 import contextlib
 import tempfile
@@ -46,7 +46,8 @@ def dense_model(checkpoint: Checkpoint) -> Any:
     state = {name: dequantized(checkpoint.read(name)) for name in checkpoint.names()}
     # from_pretrained adopts these tensors without a copy, and fuses routed experts where its modules want that.
     with quiet_transformers():
-        model, report = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+        family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        model, report = family.from_pretrained(
             None, config=config, state_dict=state, dtype=torch.float32, output_loading_info=True
         )
     for problem in ("missing_keys", "mismatched_keys"):
@@ -69,8 +70,8 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
 def open_scorer(path: Path, engine: str, device: str = "cpu") -> Iterator[Scorer]:
     """A model ready to be scored; its weights are released on leaving.
 
-    engine: "transformers" (dense float32 weights: what the stored numbers mean), or "runtime" (packed weights through the
-    bundled kernels: what a server computes).
+    engine: "transformers" (dense float32 weights: what the stored numbers mean), or "runtime" (packed weights through
+    the bundled kernels: what a server computes).
     """
     if engine != "transformers":
         raise UsageError(f'unknown engine "{engine}"', how_to_fix='one of: "transformers", "runtime"')
