@@ -1,0 +1,73 @@
+"""A linear layer whose weight stays packed: one registry of kernels, dispatch on device, grid and rows."""
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from formats.qtensor import QTensor
+from formats.registry import Registry
+
+KERNELS = Registry(
+    "kernel",
+    {
+        "reference": "runtime.kernels.reference:ReferenceKernel",
+    },
+)
+
+
+class Kernel(ABC):
+    """A weight [out, in] in the form that one multiplication routine reads. Subclasses are registered in KERNELS."""
+
+    @abstractmethod
+    def __init__(self, weight: "Tensor | QTensor", device: str, dtype: torch.dtype) -> None:
+        """Repack `weight` onto `device`; activations will be `dtype`."""
+
+    @abstractmethod
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [M, in] -> [M, out], same dtype."""
+
+    @abstractmethod
+    def rows(self, ids: Tensor) -> Tensor:
+        """Dequantised weight rows (embedding look-up): ids int64 [n] -> [n, in]."""
+
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Memory held, in bytes."""
+
+    @abstractmethod
+    def describe(self, m: int) -> str:
+        """What runs for m rows, for `inspect`."""
+
+
+def choose_kernel(kernel: str, device: str) -> str:
+    """The registered kernel that "auto" means on a device."""
+    if kernel != "auto":
+        return kernel
+    return "reference"
+
+
+class QuantizedLinear:
+    """y = x W^T + b with W a QTensor (kept packed) or a float tensor."""
+
+    def __init__(
+        self,
+        weight: "Tensor | QTensor",
+        bias: Tensor | None = None,
+        kernel: str = "auto",
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        name: str = "",
+    ) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.name = name
+        self.grid = weight.grid.name if isinstance(weight, QTensor) else str(weight.dtype).removeprefix("torch.")
+        self.kernel: Kernel = KERNELS[choose_kernel(kernel, device)](weight, device, dtype)
+        self.bias = None if bias is None else bias.to(device, dtype)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = self.kernel(x)
+        return y if self.bias is None else y + self.bias
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return self.kernel.rows(ids)
