@@ -9,7 +9,8 @@ from formats.registry import Registry, did_you_mean
 
 @dataclass(frozen=True)
 class Arch:
-    """Names and structure of one model family. All module names below a block are relative to it.
+    """Names and structure of one model family. All module names below a block are relative to it. Names are those of
+    checkpoints, "{e}" stands for each routed expert.
 
     model_types  values of config.json's "model_type" that this describes
     gguf_name    general.architecture in GGUF files
@@ -18,9 +19,10 @@ class Arch:
                  stage see the same input
     fused        groups that serving engines fuse into one matrix: they must share a grid
     scale_pairs  (previous operator, linears whose input it scales): where AWQ may fold a scale
-    tensor_names Hugging Face name (without ".weight"/".bias", with {i}) -> GGUF name (likewise, "blk.{i}.attn_q")
+    tensor_names Hugging Face name (without ".weight"/".bias", with {i}) -> GGUF name (likewise, "blk.{i}.attn_q"; a
+                 name with {e} leads to a stacked tensor)
     rotary_permuted  linears whose rows GGUF reorders for its rotary layout
-    conv1d       linears stored transposed, [in, out], by Hugging Face
+    conv1d       linears stored transposed, [in, out], by Hugging Face; a QTensor of one is [out, in] as any other
     norm_offset  added to norm weights in GGUF (gemma stores w, GGUF stores 1 + w)
     experts      path of the routed experts in a block ("mlp.experts.{e}") or None
     """
@@ -42,10 +44,15 @@ class Arch:
     experts: str | None = None
     extra: dict[str, Any] = field(default_factory=dict)  # flags that only one reader of this data needs
 
-    def linears(self, i: int) -> list[str]:
-        """Full names of block i's quantisable linears, in data-flow order."""
+    def linears(self, i: int, experts: int = 0) -> list[str]:
+        """Full names of block i's quantisable linears, in data-flow order, with those of all `experts`."""
         block = self.block.format(i=i)
-        return [f"{block}.{name}" for stage in self.stages for name in stage]
+        return [
+            f"{block}.{name.format(e=e)}"
+            for stage in self.stages
+            for e in range(experts if "{e}" in stage[0] else 1)
+            for name in stage
+        ]
 
 
 ARCHITECTURES = Registry(
