@@ -185,9 +185,9 @@ class OutputSpec(Strict):
 
 
 class PerplexitySpec(Strict):
-    """Held-out text, cut into `chunks` windows of `length` tokens."""
+    """A held-out plain text file, cut into `chunks` windows of `length` tokens."""
 
-    data: Sources
+    data: str
     length: int = Field(default=512, ge=4)
     chunks: int = Field(default=20, gt=0)
 
