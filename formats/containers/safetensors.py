@@ -1,12 +1,10 @@
 """Hugging Face directories: config.json, tokenizer files and safetensors, single or sharded, streamed.
 
-Plain float models live here, and everything that quantised layouts of such directories share. A quantisation method
-only adds a `Layout`: which tensors, next to each other under a module's name, stand for one quantised matrix.
+Plain float models, and what reads and writes quantised ones given their `Layout`.
 """
 
 import re
 import shutil
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from torch import Tensor
 
 from formats.arch import Arch, arch_of
 from formats.checkpoint import Checkpoint, Container, Writer
+from formats.containers.layout import Layout, Parts, understood
 from formats.containers.shards import Shards, ShardWriter, Stored, read_json, write_json
 from formats.errors import DataError, UsageError
 from formats.qtensor import Grid, QTensor
@@ -37,50 +36,6 @@ _BUFFERS = re.compile(r"\.(attn\.(bias|masked_bias)|rotary_emb\.inv_freq)$")  # 
 def transposed(arch: Arch, name: str) -> bool:
     """Does Hugging Face store this weight as [in, out] (Conv1D)? A QTensor of it is [out, in] all the same."""
     return any(name.endswith(f".{linear}.weight") for linear in arch.conv1d)
-
-
-class Parts:
-    """What a file stores under one module's name, by suffix; tensors are read when asked for."""
-
-    def __init__(self, shards: Shards, module: str, suffixes: Iterable[str]) -> None:
-        self.module, self._shards = module, shards
-        self.meta: Stored = {s: (shards.dtype(f"{module}.{s}"), shards.shape(f"{module}.{s}")) for s in suffixes}
-
-    def __contains__(self, suffix: object) -> bool:
-        return suffix in self.meta
-
-    def __getitem__(self, suffix: str) -> Tensor:
-        return self._shards.read(f"{self.module}.{suffix}")
-
-    def where(self) -> str:
-        return self._shards.where(f"{self.module}.{next(iter(self.meta))}")
-
-
-class Layout(ABC):
-    """How one quantisation method spells a quantised matrix, and says so in config.json's `quantization_config`."""
-
-    marker: str  # suffix whose presence means that a module is quantised
-    suffixes: tuple[str, ...]  # all suffixes that belong to a quantised matrix
-
-    @abstractmethod
-    def describe(self, parts: Parts) -> tuple[Grid, tuple[int, int]]:
-        """Grid and [out, in] of a stored module. DataError when the method cannot be one of our grids."""
-
-    @abstractmethod
-    def stored(self, shape: tuple[int, int], grid: Grid) -> Stored:
-        """Dtypes and shapes of the tensors that a matrix [out, in] on a grid is stored as."""
-
-    @abstractmethod
-    def pack(self, name: str, value: QTensor) -> dict[str, Tensor]:
-        """The stored tensors by suffix: dtypes and shapes as `stored` says."""
-
-    @abstractmethod
-    def unpack(self, parts: Parts, shape: tuple[int, int], grid: Grid) -> QTensor:
-        """The inverse of `pack`, bit for bit."""
-
-    @abstractmethod
-    def quantization_config(self, linears: Mapping[str, Grid | None]) -> dict[str, Any]:
-        """What config.json must say. linears: all linear modules of the model, None for those left in floats."""
 
 
 class SafetensorsCheckpoint(Checkpoint):
@@ -125,8 +80,12 @@ class SafetensorsCheckpoint(Checkpoint):
     def _describe(self, parts: Parts) -> tuple[Grid, tuple[int, int]]:
         """Grid and shape of a module, with every stored tensor checked against them."""
         assert self._layout is not None
-        grid, shape = self._layout.describe(parts)
-        for suffix, (dtype, expected) in self._layout.stored(shape, grid).items():
+        with understood(self.path):
+            grid, shape = self._layout.describe(parts)
+            stored = self._layout.stored(shape, grid, parts)
+        for suffix, (dtype, expected) in stored.items():
+            if suffix not in parts and suffix in self._layout.optional:
+                continue
             if suffix not in parts:
                 raise DataError(f'"{parts.module}.{suffix}" is missing', where=parts.where())
             found_dtype, found = parts.meta[suffix]
@@ -256,7 +215,7 @@ class SafetensorsWriter(Writer):
 
     def quantization_config(self) -> dict[str, Any] | None:
         """config.json's entry: what is quantised, and which linears are not."""
-        if not self.layout:
+        if not self.layout or not self.grids:
             return None
         arch = self.source.arch
         linears: dict[str, Grid | None] = {}

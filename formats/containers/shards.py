@@ -213,6 +213,9 @@ class ShardWriter:
         while done < len(data):  # one call moves at most 2 GiB
             done += os.pwrite(self._fds[slot.file], data[done:], slot.offset + done)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._slots[name].shape
+
     def load(self, name: str) -> Tensor:
         """Read back a tensor already stored."""
         slot = self._slots[name]
