@@ -1,6 +1,6 @@
 """The independent judge: what did each file lose, at what size, and what did making it cost?
 
-Candidates are decoded by the published layouts (decode.py) into transformers' float32 model of the reference; nothing
+Candidates are decoded by the published layouts (layouts.py) into transformers' float32 model of the reference; nothing
 of the product is imported. KL divergence, perplexity and top-1 agreement over the first 10 chunks of 512 tokens of a
 text, the second half of each chunk scored. Files can be given, made by our own recipes in the same session, or made by
 peers whose programs are named:
@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from decode import decode, stored_bytes
+from layouts import decode, stored_bytes
 from peers import make_all
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
