@@ -23,8 +23,8 @@ class ReferenceLogits:
     codes.npy  uint16 [positions, vocab]: log p = low + step * code, then normalised again
     rows.npy   float32 [positions, 2]: low, step
 
-    A row spans 20 to 40 nats, so a step is below 0.001 nats. After normalising, the error this leaves in a divergence is
-    under 1e-6 nats where two models agree, and under a ten-thousandth of it where they do not.
+    A row spans 20 to 40 nats, so a step is below 0.001 nats. After normalising, the error this leaves in a divergence
+    is under 1e-6 nats where two models agree, and under a ten-thousandth of it where they do not.
     """
 
     def __init__(self, folder: Path) -> None:
