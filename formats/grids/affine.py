@@ -3,17 +3,22 @@
 import torch
 from torch import Tensor
 
+from formats.grids.search import (
+    MinimumSquares,
+    best_of,
+    clip_ranges,
+    fit_blocks,
+    half,
+    inverse,
+    near_halves,
+    ratio,
+    scale_error,
+    scale_squares,
+    search_scale,
+    search_scale_minimum,
+    signed_peak,
+)
 from formats.qtensor import Columns, IntegerLevels, Params
-
-
-def _groups(w: Tensor, block: int | None) -> Tensor:
-    """[out, n] -> [out, groups, block]; a ragged last group is padded by repeating its first column."""
-    out, n = w.shape
-    block = block or n
-    ragged = n % block
-    if ragged:
-        w = torch.cat([w, w[:, n - ragged :][:, :1].expand(out, block - ragged)], dim=1)
-    return w.reshape(out, -1, block)
 
 
 def _expand(param: Tensor, block: int | None, n: int) -> Tensor:
@@ -21,10 +26,86 @@ def _expand(param: Tensor, block: int | None, n: int) -> Tensor:
     return param.float().repeat_interleave(block or n, dim=1)[:, :n]
 
 
+def _fit_symmetric(x: Tensor, weight: Tensor, bits: int, signed: bool) -> Params:
+    """fp16 scale of x ~ scale * level, levels -2^(bits-1) .. 2^(bits-1)-1."""
+    low, high = -(1 << bits - 1), (1 << bits - 1) - 1
+
+    def snap(t: Tensor) -> Tensor:
+        return t.round_().clamp_(low, high)
+
+    peak = signed_peak(x)
+    plain = [half(peak.abs() / high), half(peak.abs() / -low)]  # the usual scales: never do worse than those
+    if signed:
+        plain.append(half(peak / low))
+    searched = near_halves(search_scale(x, weight, snap, (low, high), bits, signed))
+    (scale,), _ = best_of(((s,) for s in plain + searched), lambda s: scale_error(x, weight, snap, s))
+    return {"scale": scale.half()}
+
+
+def _fit_asymmetric(x: Tensor, weight: Tensor, bits: int) -> Params:
+    """fp16 scale and integer zero of x ~ scale * (code - zero), searched together."""
+    top = (1 << bits) - 1
+    low, high = x.amin(-2).clamp(max=0), x.amax(-2).clamp(min=0)
+    total = weight.sum(-2)
+    mean = ratio((weight * x).sum(-2), total)
+    spread = ratio((weight * (x - mean).square_()).sum(-2), total).sqrt()
+
+    def levels(scale: Tensor, zero: Tensor) -> Tensor:
+        level = (x * inverse(scale)).round_()
+        return torch.minimum(torch.maximum(level, -zero, out=level), top - zero, out=level)
+
+    def error(scale: Tensor, zero: Tensor) -> Tensor:
+        return levels(scale, zero).mul_(scale).sub_(x).square_().mul_(weight).sum(-2)
+
+    plain = half((high - low) / top)
+    plain_zero = (-low * inverse(plain)).round().clamp(0, top)
+    scale, zero, gain = torch.zeros_like(low), plain_zero, torch.zeros_like(low)
+    for start, end in clip_ranges(low, high, mean, spread, bits, 9):
+        step = (end - start).clamp(min=0) / top
+        candidate = (-start * inverse(step)).round().clamp(0, top)
+        products, squares = scale_squares(x, weight, levels(step, candidate))
+        best = ratio(products, squares)
+        better = (products * best > gain) & (best > 0)
+        gain = torch.where(better, products * best, gain)
+        scale, zero = torch.where(better, best, scale), torch.where(better, candidate, zero)
+    for _ in range(2):
+        scale = ratio(*scale_squares(x, weight, levels(scale, zero))).clamp(min=0)
+    candidates = [(plain, plain_zero)] + [(s, zero) for s in near_halves(scale)]
+    candidates += [(half(scale), (zero + step).clamp(0, top)) for step in (-1, 1)]
+    (scale, zero), _ = best_of(candidates, error)
+    return {"scale": scale.half(), "zero": zero.to(torch.uint8)}
+
+
+def _fit_scale_minimum(x: Tensor, weight: Tensor, bits: int) -> Params:
+    """fp16 scale and minimum of x ~ scale * code + minimum; each scale near the best gets its own best minimum."""
+    top = (1 << bits) - 1
+    squares = MinimumSquares(x, weight, lowered=False)
+    low, high = x.amin(-2), x.amax(-2)
+    found, minimum = search_scale_minimum(x, weight, bits)
+    codes = squares.codes(found, minimum, top)
+    candidates = [(half((high - low) / top), half(low)), (half(found), half(minimum))]
+    candidates += [(s, half(squares.minimum(codes, s))) for s in near_halves(found)]
+    (scale, minimum), _ = best_of(candidates, lambda s, m: squares.error(s, m, top))
+    return {"scale": scale.half(), "minimum": minimum.half()}
+
+
+def _refit_scale(x: Tensor, weight: Tensor, level: Tensor, old: Tensor) -> Tensor:
+    """Best fp16 scale for given levels; the old one stays where the levels say nothing or want the other sign."""
+    scale = half(ratio(*scale_squares(x, weight, level)))
+    return torch.where(scale * old > 0, scale, old.float()).half()
+
+
+def _refit_scale_minimum(x: Tensor, weight: Tensor, codes: Tensor, params: Params) -> Params:
+    squares = MinimumSquares(x, weight, lowered=False)
+    scale = half(squares.solve(codes)[0])
+    scale = torch.where(scale > 0, scale, params["scale"].float())
+    return {"scale": scale.half(), "minimum": half(squares.minimum(codes, scale)).half()}
+
+
 class AffineGrid(IntegerLevels):
     """2-8 bit integers, one fp16 scale (and, unless symmetric, one integer zero point) per group or row.
 
-    params: scale fp16 [out, groups]; zero uint8 [out, groups] when asymmetric. Symmetric codes are offset by
+    params: scale fp16 [out, groups], positive; zero uint8 [out, groups] when asymmetric. Symmetric codes are offset by
     2**(bits-1), so that code 0 is the most negative level.
     """
 
@@ -40,13 +121,19 @@ class AffineGrid(IntegerLevels):
         return self.bits + groups * (16 if self.symmetric else 16 + self.bits) / in_features
 
     def fit(self, w: Tensor, importance: Tensor | None = None) -> Params:
-        g = _groups(w, self.block)
-        if self.symmetric:
-            scale = g.abs().amax(-1) / (self.top / 2)
-            return {"scale": scale.clamp(min=1e-7).half()}
-        low, high = g.amin(-1).clamp(max=0), g.amax(-1).clamp(min=0)
-        scale = ((high - low) / self.top).clamp(min=1e-7).half()
-        return {"scale": scale, "zero": (-low / scale.float()).round().clamp(0, self.top).to(torch.uint8)}
+        def fit(x: Tensor, weight: Tensor) -> Params:
+            if self.symmetric:
+                return _fit_symmetric(x, weight, self.bits, signed=False)
+            return _fit_asymmetric(x, weight, self.bits)
+
+        return fit_blocks(fit, self.block or w.shape[1], w, importance)
+
+    def refit(self, w: Tensor, codes: Tensor, params: Params, importance: Tensor | None = None) -> Params:
+        def fit(x: Tensor, weight: Tensor, codes: Tensor, old: Params) -> Params:
+            level = codes + self.lowest if self.symmetric else codes - old["zero"]
+            return {**old, "scale": _refit_scale(x, weight, level, old["scale"])}
+
+        return fit_blocks(fit, self.block or w.shape[1], w, importance, codes, params)
 
     def columns(self, params: Params, n: int) -> Columns:
         zero = None if self.symmetric else _expand(params["zero"], self.block, n)
@@ -54,13 +141,19 @@ class AffineGrid(IntegerLevels):
 
 
 class ScaleBlock(IntegerLevels):
-    """GGUF's q4_0, q5_0, q8_0: 32 weights share an fp16 scale. params: scale fp16 [out, blocks]."""
+    """GGUF's q4_0, q5_0, q8_0: 32 weights share an fp16 scale of either sign. params: scale fp16 [out, blocks]."""
 
     def bits_per_weight(self, in_features: int) -> float:
         return self.bits + 16 / 32
 
     def fit(self, w: Tensor, importance: Tensor | None = None) -> Params:
-        return {"scale": (_groups(w, 32).abs().amax(-1) / (self.top / 2)).half()}
+        return fit_blocks(lambda x, weight: _fit_symmetric(x, weight, self.bits, signed=True), 32, w, importance)
+
+    def refit(self, w: Tensor, codes: Tensor, params: Params, importance: Tensor | None = None) -> Params:
+        def fit(x: Tensor, weight: Tensor, codes: Tensor, old: Params) -> Params:
+            return {"scale": _refit_scale(x, weight, codes + self.lowest, old["scale"])}
+
+        return fit_blocks(fit, 32, w, importance, codes, params)
 
     def columns(self, params: Params, n: int) -> Columns:
         return Columns(_expand(params["scale"], 32, n))
@@ -73,9 +166,10 @@ class ScaleMinBlock(IntegerLevels):
         return self.bits + 32 / 32
 
     def fit(self, w: Tensor, importance: Tensor | None = None) -> Params:
-        g = _groups(w, 32)
-        low, high = g.amin(-1), g.amax(-1)
-        return {"scale": ((high - low) / self.top).half(), "minimum": low.half()}
+        return fit_blocks(lambda x, weight: _fit_scale_minimum(x, weight, self.bits), 32, w, importance)
+
+    def refit(self, w: Tensor, codes: Tensor, params: Params, importance: Tensor | None = None) -> Params:
+        return fit_blocks(_refit_scale_minimum, 32, w, importance, codes, params)
 
     def columns(self, params: Params, n: int) -> Columns:
         return Columns(_expand(params["scale"], 32, n), offset=-_expand(params["minimum"], 32, n))

@@ -1,0 +1,199 @@
+"""Every number format: its fit beats the plain ones, survives strange input, and refits without loss."""
+
+from collections.abc import Callable
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from formats.grids import parse_grid
+from formats.qtensor import Grid, Params
+
+torch.set_num_threads(1)
+
+LEGACY = ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0"]
+AFFINE = ["int4-g32", "int4-g64-sym", "int3-g128", "int2-g64", "int8-channel-sym", "int8-channel", "int3-channel"]
+GRIDS = LEGACY + AFFINE
+
+
+def weights(kind: str, rows: int = 24, n: int = 512) -> Tensor:
+    torch.manual_seed(0)
+    w = torch.randn(rows, n) * 0.02
+    if kind == "heavy":
+        w = torch.distributions.StudentT(3.0).sample((rows, n)) * 0.02
+    if kind == "outlier":
+        w[:, ::37] *= 15
+    return w
+
+
+def importances(kind: str, n: int = 512) -> Tensor | None:
+    torch.manual_seed(1)
+    return {"none": None, "skewed": torch.exp(2 * torch.randn(n)), "sparse": (torch.rand(n) < 0.1).float()}[kind]
+
+
+def error(w: Tensor, values: Tensor, importance: Tensor | None) -> float:
+    squares = (w.double() - values.double()) ** 2
+    return float((squares if importance is None else squares * importance.double()).sum())
+
+
+def fitted(grid: Grid, w: Tensor, importance: Tensor | None) -> float:
+    params = grid.fit(w, importance)
+    return error(w, grid.decode(grid.encode(w, params), params), importance)
+
+
+def min_max(grid: Grid, w: Tensor) -> Params:
+    """The plain parameters: the range of each block, nothing searched."""
+    block = grid.block or w.shape[1]
+    g = w.unflatten(1, (-1, block))
+    bits = int(np.log2(len(grid.level_table)))
+    top = (1 << bits) - 1
+    if grid.level_table[0] < 0:
+        return {"scale": (g.abs().amax(-1) / (top // 2)).half()}
+    if grid.name in LEGACY:
+        return {"scale": ((g.amax(-1) - g.amin(-1)) / top).half(), "minimum": g.amin(-1).half()}
+    low, high = g.amin(-1).clamp(max=0), g.amax(-1).clamp(min=0)
+    scale = ((high - low) / top).half()
+    return {"scale": scale, "zero": (-low / scale.float()).round().clamp(0, top).to(torch.uint8)}
+
+
+@pytest.mark.parametrize("importance", ["none", "skewed", "sparse"])
+@pytest.mark.parametrize("kind", ["gaussian", "heavy", "outlier"])
+@pytest.mark.parametrize("name", LEGACY + AFFINE)
+def test_fit_beats_min_max(name: str, kind: str, importance: str) -> None:
+    grid, w, weight = parse_grid(name), weights(kind), importances(importance)
+    params = min_max(grid, w)
+    plain = error(w, grid.decode(grid.encode(w, params), params), weight)
+    ours = fitted(grid, w, weight)
+    assert ours <= plain * (1 + 1e-6)
+    if importance == "skewed":
+        assert ours < 0.95 * plain
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "heavy", "outlier"])
+@pytest.mark.parametrize("name", LEGACY)
+def test_fit_beats_gguf_quantiser(name: str, kind: str) -> None:
+    w = weights(kind)
+    kind_ = gguf.GGMLQuantizationType[name.upper()]
+    theirs = gguf.quants.dequantize(gguf.quants.quantize(w.numpy(), kind_), kind_)
+    assert fitted(parse_grid(name), w, None) <= error(w, torch.from_numpy(theirs), None)
+
+
+def slow_symmetric(block: Tensor, weight: Tensor, bits: int, signed: bool) -> float:
+    """Least error over a dense set of fp16 scales, one block, in float64."""
+    low, high = -(1 << bits - 1), (1 << bits - 1) - 1
+    scales = torch.logspace(-1.3, 0.3, 4000).double() * block.abs().max() / high
+    scales = torch.cat([scales, -scales] if signed else [scales]).half().double()[:, None]
+    levels = (block / scales).round().clamp(low, high)
+    return float(((levels * scales - block) ** 2 * weight).sum(1).min())
+
+
+def slow_zero(block: Tensor, weight: Tensor, bits: int) -> float:
+    """Least error over every zero point and a dense set of fp16 scales."""
+    top = (1 << bits) - 1
+    scales = torch.logspace(-1, 0.2, 800).double() * (block.max() - block.min()) / top
+    scales = scales.half().double()[:, None]
+    rounded = (block / scales).round()
+    return min(
+        float(((rounded.clamp(-z, top - z) * scales - block) ** 2 * weight).sum(1).min()) for z in range(top + 1)
+    )
+
+
+def slow_minimum(block: Tensor, weight: Tensor, bits: int) -> float:
+    """Least error over a dense set of ranges, each followed by least squares for its codes."""
+    top = (1 << bits) - 1
+    a, b = torch.meshgrid(*[torch.linspace(-0.08, 0.55, 150).double()] * 2, indexing="ij")
+    keep = a + b < 0.9
+    span = block.max() - block.min()
+    scale = ((1 - a - b)[keep] * span / top)[:, None]
+    codes = ((block - (block.min() + a[keep] * span)[:, None]) / scale).round().clamp(0, top)
+    mean, mean_code = (block * weight).sum() / weight.sum(), (codes * weight).sum(1, keepdim=True) / weight.sum()
+    products = (weight * (codes - mean_code) * (block - mean)).sum(1, keepdim=True)
+    scale = (products / (weight * (codes - mean_code) ** 2).sum(1, keepdim=True)).half().double()
+    minimum = (mean - scale * mean_code).half().double()
+    codes = ((block - minimum) / scale).round().clamp(0, top)
+    return float(((codes * scale + minimum - block) ** 2 * weight).sum(1).nan_to_num(torch.inf).min())
+
+
+@pytest.mark.parametrize("importance", ["none", "skewed"])
+@pytest.mark.parametrize(
+    ("name", "slow", "slack"),
+    [
+        ("q4_0", lambda x, w: slow_symmetric(x, w, 4, True), 1.02),
+        ("q5_0", lambda x, w: slow_symmetric(x, w, 5, True), 1.05),
+        ("int4-g64-sym", lambda x, w: slow_symmetric(x, w, 4, False), 1.02),
+        ("int4-g32", lambda x, w: slow_zero(x, w, 4), 1.03),
+        ("int2-g64", lambda x, w: slow_zero(x, w, 2), 1.03),
+        ("q4_1", lambda x, w: slow_minimum(x, w, 4), 1.03),
+        ("q5_1", lambda x, w: slow_minimum(x, w, 5), 1.05),
+    ],
+)
+def test_fit_is_near_a_slow_search(
+    name: str, slow: Callable[[Tensor, Tensor], float], slack: float, importance: str
+) -> None:
+    grid, w, weight = parse_grid(name), weights("heavy", 4, 256), importances(importance, 256)
+    i = (torch.ones(256) if weight is None else weight).double()
+    blocks = zip(w.double().reshape(-1, grid.block), i.repeat(4).reshape(-1, grid.block), strict=True)
+    assert fitted(grid, w, weight) <= slack * sum(slow(x, p) for x, p in blocks)
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_strange_weights_stay_finite(name: str) -> None:
+    grid = parse_grid(name)
+    n = 512
+    w = weights("gaussian", 12, n)
+    w[0] = 0
+    w[1] = 0.37
+    w[2] = -0.37
+    w[3] *= 1e-30
+    w[4] *= 1e-7
+    w[5] *= 1e6
+    w[6] *= 1e30
+    w[7, 1:] = 0
+    w[8] = w[8].abs() + 1
+    w[9] = -w[9].abs() - 1
+    for importance in (None, torch.zeros(n), torch.full((n,), 1e-20), torch.full((12, n), 1e25), importances("sparse")):
+        params = grid.fit(w, importance)
+        codes = grid.encode(w, params)
+        values = grid.decode(codes, params)
+        assert codes.dtype == torch.uint8 and int(codes.max()) < len(grid.level_table)
+        assert values.isfinite().all()
+        assert all(p.isfinite().all() for p in params.values() if p.is_floating_point())
+        if importance is None:
+            assert values[0].abs().max() == 0
+            rest = torch.cat([w[7:8], w[10:]])
+            assert (values[[7, 10, 11]] - rest).square().sum() < rest.square().sum() * 0.2
+
+
+@pytest.mark.parametrize("name", AFFINE)
+def test_ragged_last_group(name: str) -> None:
+    grid, w, weight = parse_grid(name), weights("gaussian", 5, 300), importances("skewed", 300)
+    params = grid.fit(w, weight)
+    values = grid.decode(grid.encode(w, params), params)
+    assert values.shape == w.shape
+    if grid.block:
+        whole = 300 // grid.block * grid.block
+        tail = grid.fit(w[:, whole:], weight[whole:])
+        assert torch.equal(params["scale"][:, -1:], tail["scale"])
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_rows_do_not_depend_on_their_neighbours(name: str) -> None:
+    grid, w, weight = parse_grid(name), weights("heavy", 600, 512), importances("skewed")
+    params = grid.fit(w, weight)
+    some = grid.fit(w[590:], weight.expand(600, -1)[590:])
+    for key, value in params.items():
+        assert (value[590:] == some[key]).float().mean() > 0.99  # all but ties broken by the order of a sum
+
+
+@pytest.mark.parametrize("importance", ["none", "skewed"])
+@pytest.mark.parametrize("name", GRIDS)
+def test_refit_never_loses(name: str, importance: str) -> None:
+    grid, w, weight = parse_grid(name), weights("heavy"), importances(importance)
+    params = grid.fit(w, weight)
+    codes = grid.encode(w + 0.004 * torch.randn_like(w), params)
+    before = error(w, grid.decode(codes, params), weight)
+    again = grid.refit(w, codes, params, weight)
+    assert {k: (v.dtype, v.shape) for k, v in again.items()} == {k: (v.dtype, v.shape) for k, v in params.items()}
+    assert error(w, grid.decode(codes, again), weight) <= before * (1 + 1e-4)
