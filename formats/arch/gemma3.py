@@ -22,4 +22,5 @@ ARCH = replace(
         "model.layers.{i}.post_feedforward_layernorm": "blk.{i}.post_ffw_norm",
     },
     norm_offset=1.0,
+    extra={"float16_overflows": True},  # activations reach beyond 65504
 )

@@ -22,4 +22,5 @@ ARCH = replace(
         "model.layers.{i}." + EXPERT + ".w3": "blk.{i}.ffn_up_exps",
     },
     experts=EXPERT,
+    extra={"module_names": {"block_sparse_moe": "mlp"}},  # checkpoint name -> transformers' module
 )
