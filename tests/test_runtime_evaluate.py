@@ -147,6 +147,22 @@ def test_every_family_is_scored_as_transformers_does(family: str, tiny_model: Ca
     assert evaluate(source, text=text, length=32, chunks=1)["ppl"] == pytest.approx(float(nll.exp()), rel=1e-4)
 
 
+def test_the_runtime_and_transformers_measure_the_same(
+    tiny_model: Callable[..., Path], text: Path, tmp_path: Path
+) -> None:
+    source = tiny_model("llama")
+    candidate = perturbed(source, tmp_path / "candidate")
+    dense, packed = (
+        evaluate(candidate, against=source, text=text, length=40, chunks=3, engine=engine, kernel="reference")
+        for engine in ("transformers", "runtime")
+    )
+    assert packed["engine"] == "runtime"
+    for key in ("ppl", "kld", "rms_dp"):
+        assert packed[key] == pytest.approx(dense[key], rel=1e-3)
+    with pytest.raises(UsageError, match="engine"):
+        evaluate(candidate, text=text, length=40, chunks=1, engine="vllm")
+
+
 def test_second_candidate_costs_one_forward(
     tiny_model: Callable[..., Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,7 +197,7 @@ def test_broken_models_are_named(tiny_model: Callable[..., Path], text: Path, tm
     broken = perturbed(tiny_model("llama"), tmp_path / "nan", std=math.nan)
     with pytest.raises(DataError, match="NaN"):
         evaluate(broken, text=text, length=16, chunks=1)
-    with pytest.raises(DataError, match="vocabulary"):
+    with pytest.raises(DataError, match="logits per token"):
         evaluate(tiny_model("llama", vocab_size=400), against=tiny_model("llama"), text=text, length=16, chunks=1)
 
 

@@ -1,5 +1,7 @@
 """`evaluate`: everything measured about one model, alone or against a reference."""
 
+import hashlib
+import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +27,7 @@ def evaluate(
     chunks: int = 20,
     stride: int | None = None,
     engine: str = "transformers",
+    kernel: str = "auto",
     device: str = "cpu",
     cache: str | Path | None = None,
     progress: Progress | None = None,
@@ -33,29 +36,33 @@ def evaluate(
 
     Windows are llama-perplexity's (`fixed_windows`) or, with `stride`, overlapping. The tokens are the reference's,
     when there is one. Logits are float32, of the dequantised weights (engine "transformers") or of the packed ones
-    through the bundled kernels ("runtime"); the reference always goes through transformers. Its logits are stored at 16
-    bits each in `cache` and reused by the next candidate, or in a temporary folder. One model is in memory at a time.
+    through the bundled kernels ("runtime", where `kernel` picks one); the reference always goes through transformers.
+    Its logits are stored at 16 bits each in `cache` and reused by the next candidate, or in a temporary folder. One
+    model is in memory at a time.
 
-    Returns `ppl ppl_stderr tokens chunks length`; with `against` also `kld kld_stderr kld_median kld_p99 kld_max top1
+    Returns `ppl ppl_stderr tokens chunks length windows_sha256 engine` (results are comparable where the digest of the
+    windows is the same); with `against` also `kld kld_stderr kld_median kld_p99 kld_max top1
     top1_stderr rms_dp ref_ppl ppl_ratio ppl_ratio_stderr reference_cache_mb same_tokenizer` (see `Divergence.summary`).
     """
     if text is None:
         raise UsageError("no text to evaluate on", how_to_fix="name a plain text file with --text")
-    model, text = Path(model), Path(text)
-    windows = _windows(Path(against or model), text, length, chunks, stride)
+    text = Path(text)
+    windows = _windows(against or model, text, length, chunks, stride)
     result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
         divergence = None
         if against is not None:
-            reference = _reference(Path(against), windows, Path(cache or scratch), device)
+            reference = _reference(against, windows, Path(cache or scratch), device)
             divergence = Divergence(reference)
             result["reference_cache_mb"] = reference.nbytes / 1e6
             result["same_tokenizer"] = windows == _windows(model, text, length, chunks, stride)
-        with open_scorer(model, engine, device) as scorer:
+        with open_scorer(model, engine, device, kernel) as scorer:
             nll = _score(scorer, windows, divergence, progress)
     if divergence is not None:
         result = divergence.summary() | result
-    return {**summarize_perplexity(nll), "chunks": len(windows), "length": length, **result}
+    digest = hashlib.sha256(json.dumps([(w.ids, w.scored) for w in windows]).encode()).hexdigest()[:16]
+    about = {"chunks": len(windows), "length": length, "windows_sha256": digest, "engine": engine}
+    return {**summarize_perplexity(nll), **about, **result}
 
 
 def check_gates(result: Mapping[str, Any], *, max_kld: float | None = None, max_ppl_ratio: float | None = None) -> None:
@@ -72,14 +79,15 @@ def check_gates(result: Mapping[str, Any], *, max_kld: float | None = None, max_
             )
 
 
-def _windows(model: Path, text: Path, length: int, chunks: int, stride: int | None) -> list[Window]:
+def _windows(model: str | Path, text: Path, length: int, chunks: int, stride: int | None) -> list[Window]:
     with open_checkpoint(model) as checkpoint:
         return read_windows(load_tokenizer(checkpoint), text, length, chunks, stride)
 
 
-def _reference(model: Path, windows: Sequence[Window], folder: Path, device: str) -> ReferenceLogits:
+def _reference(model: str | Path, windows: Sequence[Window], folder: Path, device: str) -> ReferenceLogits:
     """The reference's logits over the windows, computed unless `folder` has them already."""
-    entry = folder / reference_key(model, windows, "transformers")
+    with open_checkpoint(model) as checkpoint:
+        entry = folder / reference_key(checkpoint.path, windows, "transformers")
     if not entry.exists():
         with open_scorer(model, "transformers", device) as scorer:
             store_reference(scorer, windows, entry)

@@ -36,6 +36,31 @@ class DenseScorer:
         return logits[0, -last:].float()
 
 
+class PackedScorer:
+    """Packed weights through the bundled runtime, as the server runs them."""
+
+    def __init__(self, checkpoint: Checkpoint, device: str = "cpu", kernel: str = "auto") -> None:
+        from runtime.model import load_model
+
+        self.model = load_model(checkpoint, kernel=kernel, device=device)
+
+    @torch.inference_mode()
+    def logits(self, ids: list[int], last: int) -> Tensor:
+        from runtime.blocks import BlockManager, BlockTable, KVCache
+        from runtime.model import BatchInfo
+
+        config, table = self.model.config, BlockTable()
+        blocks = BlockManager(-(-len(ids) // 16), 16, prefix_cache=False)
+        blocks.reserve(table, len(ids))
+        cache = KVCache(
+            config.n_layers, blocks.num_blocks, config.n_kv_heads, config.head_dim, device=self.model.device
+        )
+        batch = cache.batch([table], [len(ids)])
+        tokens = torch.tensor(ids, device=batch.positions.device)
+        hidden = self.model.forward(tokens, batch.positions.long(), batch, BatchInfo(batch.sequence))
+        return self.model.logits(hidden[-last:])
+
+
 def dense_model(checkpoint: Checkpoint) -> Any:
     """The transformers model of a checkpoint, in float32 and in evaluation mode."""
     from transformers import AutoConfig
@@ -67,16 +92,16 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
 
 
 @contextlib.contextmanager
-def open_scorer(path: Path, engine: str, device: str = "cpu") -> Iterator[Scorer]:
+def open_scorer(path: str | Path, engine: str, device: str = "cpu", kernel: str = "auto") -> Iterator[Scorer]:
     """A model ready to be scored; its weights are released on leaving.
 
     engine: "transformers" (dense float32 weights: what the stored numbers mean), or "runtime" (packed weights through
     the bundled kernels: what a server computes).
     """
-    if engine != "transformers":
+    if engine not in ("transformers", "runtime"):
         raise UsageError(f'unknown engine "{engine}"', how_to_fix='one of: "transformers", "runtime"')
     with open_checkpoint(path) as checkpoint:
-        yield DenseScorer(checkpoint, device)
+        yield PackedScorer(checkpoint, device, kernel) if engine == "runtime" else DenseScorer(checkpoint, device)
 
 
 @contextlib.contextmanager
