@@ -1,7 +1,7 @@
 """Searches for the parameters of a number format that leave the least weighted squared error.
 
-Everything works on blocks laid out as [..., width, N]: the weights of a block lie along dim -2 and N blocks side by side
-along the last one, so that sums over a block are plain vector additions. Parameters are [..., N]. `weight` is the
+Everything works on blocks laid out as [..., width, N]: the weights of a block lie along dim -2 and N blocks side by
+side along the last one, so that sums over a block are plain vector additions. Parameters are [..., N]. `weight` is the
 importance of each element, normalised so that its mean over a row is 1.
 """
 
