@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -36,8 +36,8 @@ HELD_OUT = (  # whole modules and packages that neither the tokenizer nor the mo
 # There is no chat in a standard library: a turn of the user becomes a comment, and the model answers in code.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
-    "{% if message.role == 'assistant' %}{{ message.content }}{{ eos_token }}\n"
-    "{% else %}# {{ message.content | replace('\n', '\n# ') }}\n{% endif %}{% endfor %}"
+    "{% if message.role == 'assistant' %}{{ message.content }}{{ eos_token }}{{ '\\n' }}"
+    "{% else %}# {{ message.content | replace('\\n', '\\n# ') }}{{ '\\n' }}{% endif %}{% endfor %}"
 )
 
 SHAPES = {  # every width of the main model is a multiple of 256, so that every grid applies
@@ -86,7 +86,6 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
             vocab_size=VOCAB, special_tokens=[BOS, EOS, PAD], initial_alphabet=alphabet, show_progress=False
         ),
     )
-    bpe.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, bpe.token_to_id(BOS))])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         bos_token=BOS,
