@@ -22,7 +22,7 @@ def evaluate(
     model: str | Path,
     *,
     against: str | Path | None = None,
-    text: str | Path | None = None,
+    text: str | Path,
     length: int = 512,
     chunks: int = 20,
     stride: int | None = None,
@@ -44,8 +44,6 @@ def evaluate(
     windows is the same); with `against` also `kld kld_stderr kld_median kld_p99 kld_max top1
     top1_stderr rms_dp ref_ppl ppl_ratio ppl_ratio_stderr reference_cache_mb same_tokenizer` (see `Divergence.summary`).
     """
-    if text is None:
-        raise UsageError("no text to evaluate on", how_to_fix="name a plain text file with --text")
     text = Path(text)
     windows = _windows(against or model, text, length, chunks, stride)
     result: dict[str, Any] = {}
