@@ -55,7 +55,7 @@ def write_quantised(
     act_order: bool = False,
     **options: Any,
 ) -> dict[str, QTensor]:
-    """Write a rounded model; choose gives a grid per weight name (None: leave it in floats). Returns what was written."""
+    """Write a rounded model and return what was written. choose: a grid per weight name, None to leave it in floats."""
     writes: dict[str, QTensor] = {}
     store = CONTAINERS[container]()
     for name in linears(source):

@@ -31,23 +31,28 @@ from formats.packing import pack_bits, unpack_bits, words_for
 from formats.qtensor import Grid, QTensor
 
 BITS = (2, 3, 4, 8)
+FORMATS = ("gptq", "gptq_v2")
 _FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"} | dict.fromkeys(
     ("gate_proj", "up_proj"), "gate_up_proj"
 )
 
 
 class GPTQLayout(Layout):
-    """rules: (pattern, overrides) pairs of `dynamic`, then the defaults. Writing collects what the config must say."""
+    """config: a file's quantization_config when reading. Writing collects what the config must say.
+
+    v1: store zero points minus one. gptqmodel refuses v1 files with other than symmetric zero points unless it wrote
+    them itself, and vLLM before v2 support read nothing else; so v1 is for symmetric models, and for those who ask.
+    """
 
     marker = "qweight"
     suffixes = ("qweight", "qzeros", "scales", "g_idx")
     optional = ("g_idx",)
 
-    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
-        config = config or {}
-        self.v1 = config.get("checkpoint_format") in ("gptq", None)
-        if config.get("checkpoint_format") not in ("gptq", "gptq_v2", None):
-            raise DataError(f'checkpoint_format "{config["checkpoint_format"]}" cannot be read')
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        checkpoint_format = config.get("checkpoint_format") or "gptq"
+        if checkpoint_format not in FORMATS:
+            raise DataError(f"GPTQ checkpoint_format {checkpoint_format!r} cannot be read")
+        self.v1 = checkpoint_format == "gptq"
         self._defaults = {key: config.get(key) for key in ("bits", "group_size", "sym")}
         self._dynamic: dict[str, dict[str, Any]] = dict(config.get("dynamic") or {})
         self._act_order = False
@@ -96,20 +101,24 @@ class GPTQLayout(Layout):
         assert isinstance(grid, AffineGrid)
         (out, n), bits = shape, grid.bits
         params = {"scale": parts.scales("scales").T.contiguous()}
-        qzeros = parts["qzeros"]
+        if grid.symmetric:
+            # Engines do not look at the zero points of symmetric models; some writers label v2 ones as v1.
+            stored, middle = unpack_bits(parts["qzeros"], bits, out), 1 << bits - 1
+            if not ((stored == middle).all() or (self.v1 and (stored == middle - 1).all())):
+                raise DataError(f'"{parts.module}" is declared symmetric but has zero points', where=parts.where())
+        else:
+            params["zero"] = self._zeros(parts["qzeros"], bits, out).T.contiguous()
+        codes = unpack_bits(parts["qweight"].T.contiguous(), bits, n)
+        return QTensor(grid, codes, params, parts.permutation("g_idx", grid, n))
+
+    def _zeros(self, qzeros: Tensor, bits: int, out: int) -> Tensor:
+        """Zero points uint8 [groups, out]."""
         if self.v1 and bits != 3:
             # Readers add one to each field of a whole word at once. Doing the same undoes a borrow, too: files exist
             # whose zero points of 0 were decremented.
             qzeros = qzeros + ((1 << 32) - 1) // ((1 << bits) - 1)
-        zero = unpack_bits(qzeros, bits, out).T.contiguous()
-        if self.v1 and bits == 3:
-            zero = (zero + 1) & grid.top
-        if not grid.symmetric:
-            params["zero"] = zero
-        elif (zero != 1 << bits - 1).any():
-            raise DataError(f'"{parts.module}" is declared symmetric, but has other zero points', where=parts.where())
-        codes = unpack_bits(parts["qweight"].T.contiguous(), bits, n)
-        return QTensor(grid, codes, params, parts.permutation("g_idx", grid, n))
+        zero = unpack_bits(qzeros, bits, out)
+        return (zero + 1) & 7 if self.v1 and bits == 3 else zero
 
     def quantization_config(self, linears: Mapping[str, Grid | None]) -> dict[str, Any]:
         """The most frequent grid is the default; `dynamic` lists the others and the linears left in floats."""
@@ -147,7 +156,7 @@ def _pattern(modules: Iterable[str]) -> str:
 
 class GPTQWriter(SafetensorsWriter):
     def close(self) -> None:
-        """v1, which every engine reads, where it can express all zero points; else v2."""
+        """v1 only where it can express all zero points: 0 minus 1 would borrow from the neighbouring code."""
         layout = self.layout
         assert isinstance(layout, GPTQLayout)
         if layout.v1:
@@ -162,7 +171,10 @@ class GPTQWriter(SafetensorsWriter):
 
 
 class GPTQContainer(Container):
-    """2, 3, 4 and 8 bits, any group size (a ragged last group included), any mixture, and act_order."""
+    """2, 3, 4 and 8 bits, any group size (a ragged last group included), any mixture, and act_order.
+
+    options: checkpoint_format "gptq" (v1) or "gptq_v2"; v1 gives way to v2 when a zero point of 0 occurs.
+    """
 
     name = "gptq"
     stores_permutation = True
@@ -182,7 +194,11 @@ class GPTQContainer(Container):
     def open_writer(
         self, out: Path, source: Checkpoint, grids: Mapping[str, Grid], options: Mapping[str, Any]
     ) -> Writer:
-        return GPTQWriter(out, source, grids, options, GPTQLayout())
+        symmetric = all(isinstance(grid, AffineGrid) and grid.symmetric for grid in grids.values())
+        if options.get("checkpoint_format") not in (None, *FORMATS):
+            raise UsageError(f"unknown checkpoint_format, one of {', '.join(FORMATS)}", where="output")
+        checkpoint_format = options.get("checkpoint_format") or ("gptq" if symmetric else "gptq_v2")
+        return GPTQWriter(out, source, grids, options, GPTQLayout({"checkpoint_format": checkpoint_format}))
 
     def open_reader(self, path: Path) -> Checkpoint:
         config = read_json(path / "config.json")

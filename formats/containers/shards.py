@@ -57,18 +57,18 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 class Shards:
-    """The tensors of a directory's safetensors files by stored name, mapped into memory, never copied as a whole."""
+    """The tensors of a directory's safetensors files (or of one of them) by stored name, mapped into memory."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, file: str | None = None) -> None:
         self.path = path
         self._file_of: dict[str, str] = {}
         self._open: dict[str, Any] = {}
         self._meta: Stored = {}
         wanted: dict[str, set[str]] = {}
-        for name, file in self._weight_map().items():
-            wanted.setdefault(file, set()).add(name)
-        for file, names in wanted.items():
-            self._read_header(file, names)
+        for name, holder in (self._names_in(file) if file else self._weight_map()).items():
+            wanted.setdefault(holder, set()).add(name)
+        for holder, names in wanted.items():
+            self._read_header(holder, names)
 
     def _weight_map(self) -> dict[str, str]:
         if (self.path / INDEX).exists():
@@ -81,12 +81,15 @@ class Shards:
                     raise DataError(f'shard name {file!r} of "{name}" is not a file name', where=str(self.path / INDEX))
             return weight_map
         if (self.path / SINGLE).exists():
-            return {name: SINGLE for name in self._handle(SINGLE).keys()}  # noqa: SIM118 (safe_open is no mapping)
+            return self._names_in(SINGLE)
         raise DataError(
             "no safetensors weights",
             where=str(self.path),
             how_to_fix=f"the directory needs {SINGLE} or {INDEX} (pickled .bin weights are not read)",
         )
+
+    def _names_in(self, file: str) -> dict[str, str]:
+        return dict.fromkeys(self._handle(file).keys(), file)
 
     def _handle(self, file: str) -> Any:
         if file not in self._open:
