@@ -1,0 +1,54 @@
+"""What is remembered of the inputs a linear layer saw during calibration."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.linalg.blas import ssyrk
+from torch import Tensor
+
+
+@dataclass
+class InputStats:
+    """Second moments and magnitudes of the inputs of one linear (or of several that share their input).
+
+    hessian   float32 [in, in], sum of x x^T over tokens (only the lower triangle until `finish`)
+    abs_sum   float32 [in], sum of |x|
+    tokens    number of rows seen
+    derived   what algorithms computed from the above, for linears that share these statistics
+    """
+
+    width: int
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    tokens: int = 0
+    derived: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.hessian = torch.zeros(self.width, self.width, device=self.device)
+        self.abs_sum = torch.zeros(self.width, device=self.device)
+
+    def add(self, x: Tensor) -> None:
+        """Accumulate x, [..., in]."""
+        x = x.reshape(-1, self.width).float()
+        if not len(x):
+            return
+        self.tokens += len(x)
+        self.abs_sum += x.abs().sum(0)
+        if self.device.type == "cpu":  # half the work of a full product: BLAS computes one triangle in place
+            c = self.hessian.numpy().T
+            ssyrk(1.0, np.ascontiguousarray(x.numpy()).T, beta=1.0, c=c, overwrite_c=1)
+        else:
+            self.hessian.addmm_(x.T, x)
+
+    def finish(self) -> None:
+        """Mirror the triangle and turn sums into means over tokens."""
+        if self.device.type == "cpu":
+            self.hessian = torch.tril(self.hessian) + torch.tril(self.hessian, -1).T
+        self.hessian /= max(self.tokens, 1)
+        self.abs_sum /= max(self.tokens, 1)
+
+    @property
+    def importance(self) -> Tensor:
+        """float32 [in]: mean squared input, what llama.cpp's imatrix holds."""
+        return self.hessian.diagonal()

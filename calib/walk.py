@@ -1,0 +1,273 @@
+"""The block-by-block walk: load a block, run it on the calibration set, collect, replace weights, propagate, free.
+
+Transformers' own modules do the computing, so any decoder it knows can be compressed. Only one block's weights are in
+memory at a time; between blocks only the hidden states of the calibration tokens survive.
+"""
+
+import copy
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.initialization import no_init_weights
+
+from calib.experts import checkpoint_name, expand_stages, module_path, split_experts
+from calib.stats import InputStats
+from formats.checkpoint import Checkpoint
+from formats.qtensor import QTensor, dequantized
+
+
+class _Stop(BaseException):
+    """Ends a partial forward once the inputs of the stage have been seen."""
+
+
+class _Recorder(nn.Module):
+    """Stands in for a decoder block: notes how it is called and passes the hidden states on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self.attention_type = "full_attention"
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self.call = (args, kwargs)
+        return hidden
+
+
+def hf_config(checkpoint: Checkpoint) -> PreTrainedConfig:
+    """The checkpoint's configuration as a transformers object."""
+    options = {k: v for k, v in checkpoint.config.items() if k not in ("model_type", "transformers_version")}
+    return AutoConfig.for_model(checkpoint.config["model_type"], **options)
+
+
+class Store:
+    """Hidden states of all samples, [samples, length, hidden]; a memory-mapped file when over the budget."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, budget: int, spill_dir: Path | None) -> None:
+        numel = int(torch.Size(shape).numel())
+        self.spilled = numel * dtype.itemsize > budget
+        if self.spilled:
+            self._file = tempfile.NamedTemporaryFile(dir=spill_dir, prefix="activations-", suffix=".bin")  # noqa: SIM115
+            self.data = torch.from_file(self._file.name, shared=True, size=numel, dtype=dtype).view(shape)
+        else:
+            self.data = torch.empty(shape, dtype=dtype)
+
+
+class Walk:
+    """Runs a checkpoint over calibration rows one decoder block at a time.
+
+    rows: int64 [samples, length]. Weights and the residual stream are float32; matrix products run in bfloat16 unless
+    `exact`. activation_budget: bytes of hidden states kept in memory before they spill into spill_dir.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        rows: Tensor,
+        *,
+        device: str = "cpu",
+        exact: bool = False,
+        batch_tokens: int = 8192,
+        activation_budget: int = 2 << 30,
+        spill_dir: Path | None = None,
+    ) -> None:
+        torch.set_flush_denormal(True)  # denormals make the column loops several times slower
+        self.checkpoint, self.arch, self.device, self.exact = checkpoint, checkpoint.arch, torch.device(device), exact
+        self.config = hf_config(checkpoint)
+        self.n_blocks: int = self.config.num_hidden_layers
+        self.batch = max(1, batch_tokens // rows.shape[1])
+        self._build_skeleton()
+        self._calls: dict[int, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}
+        hidden = self.config.hidden_size
+        self.hidden = Store((*rows.shape, hidden), torch.float32, activation_budget, spill_dir).data
+        for at in self.batches():
+            self.hidden[at] = self._embed(rows[at].to(self.device))
+        self._embedding.to("meta")
+
+    def batches(self) -> Iterator[slice]:
+        samples = len(self.hidden)
+        return (slice(a, min(a + self.batch, samples)) for a in range(0, samples, self.batch))
+
+    def _build_skeleton(self) -> None:
+        """The model with a single block: embeddings and rotary tables, whose buffers only a real constructor fills."""
+        small = copy.deepcopy(self.config)
+        small.num_hidden_layers = 1
+        if getattr(small, "layer_types", None):
+            small.layer_types = small.layer_types[:1]
+        small.tie_word_embeddings = False  # the head is never run: keep it off the memory
+        with no_init_weights():
+            model = AutoModelForCausalLM.from_config(small, attn_implementation="sdpa", dtype=torch.float32)
+        model.lm_head.to("meta")
+        self._skeleton = model.eval()
+        path, _, _ = self.arch.block.rpartition(".")
+        block = model.get_submodule(f"{path}.0")
+        self._block_class, self.attn_implementation = type(block), model.config._attn_implementation
+        self.config._attn_implementation = self.attn_implementation
+        model.base_model.config = self.config
+        self._recorders = [_Recorder() for _ in range(self.n_blocks)]
+        model.set_submodule(path, nn.ModuleList(self._recorders))
+        self._embedding = nn.ModuleList(m for m in model.base_model.children() if isinstance(m, nn.Embedding))
+        self._load(model, [n for n, _ in model.base_model.named_parameters() if "norm" not in n and "ln_f" not in n])
+        model.base_model.to(self.device)
+
+    def _load(self, model: Any, names: list[str]) -> None:
+        prefix = model.base_model_prefix + "."
+        state = {prefix + n: dequantized(self.checkpoint.read(prefix + n)) for n in names}
+        model.load_state_dict(state, strict=False)
+
+    @torch.no_grad()
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """Hidden states that enter block 0; records along the way how each block is called for this batch size."""
+        final_hidden = None
+
+        def keep(_: nn.Module, args: tuple[Any, ...]) -> None:
+            nonlocal final_hidden
+            final_hidden = args[0]
+
+        norm = self._skeleton.get_submodule(self.arch.final_norm)
+        handle = norm.register_forward_pre_hook(keep)
+        self._skeleton.base_model(tokens, use_cache=False)
+        handle.remove()
+        calls = [r.call for r in self._recorders]
+        assert all(c is not None for c in calls) and final_hidden is not None
+        self._calls.setdefault(len(tokens), calls)  # type: ignore[arg-type]
+        return final_hidden
+
+    @contextmanager
+    def block(self, i: int) -> Iterator["Block"]:
+        """Block i with its weights loaded; freed on exit."""
+        with no_init_weights():
+            module = self._block_class(self.config, layer_idx=i).float()
+        module = split_experts(module, self.arch).eval()
+        prefix = self.arch.block.format(i=i)
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(False)
+            parameter.copy_(dequantized(self.checkpoint.read(f"{prefix}.{checkpoint_name(self.arch, name)}")))
+        module.to(self.device)
+        yield Block(self, module, i)
+
+    def head_stats(self) -> InputStats:
+        """Inputs of the head: the final norm of the last block's outputs."""
+        norm: Any = self._skeleton.get_submodule(self.arch.final_norm)
+        for name, parameter in norm.named_parameters():
+            parameter.data = dequantized(self.checkpoint.read(f"{self.arch.final_norm}.{name}")).to(self.device)
+        stats = InputStats(self.hidden.shape[-1], self.device)
+        for at in self.batches():
+            with torch.no_grad():
+                stats.add(norm(self.hidden[at].to(self.device)))
+        stats.finish()
+        return stats
+
+    def run_block(self, module: nn.Module, i: int, at: slice) -> Tensor:
+        """Block i applied to the stored hidden states of one batch, float32 [samples, length, hidden]."""
+        hidden = self.hidden[at].to(self.device)
+        args, kwargs = self._calls[len(hidden)][i]
+        with torch.no_grad(), torch.autocast(self.device.type, torch.bfloat16, enabled=not self.exact):
+            out = module(hidden, *args, **kwargs)
+        return out[0] if isinstance(out, tuple) else out
+
+
+class Block:
+    """One loaded decoder block of a walk."""
+
+    def __init__(self, walk: Walk, module: nn.Module, index: int) -> None:
+        self.walk, self.module, self.index = walk, module, index
+        self.prefix = walk.arch.block.format(i=index)
+        self.stages = expand_stages(walk.arch, walk.checkpoint.config)
+        self._done: set[str] = set()
+
+    def linear(self, name: str) -> Any:
+        return self.module.get_submodule(module_path(self.walk.arch, name))
+
+    def is_transposed(self, name: str) -> bool:
+        return name in self.walk.arch.conv1d
+
+    def weight(self, name: str) -> Tensor:
+        """A linear's weight, float32 [out, in]."""
+        weight = self.linear(name).weight
+        return weight.T.contiguous() if self.is_transposed(name) else weight.detach().clone()
+
+    def replace(self, name: str, weight: Tensor) -> None:
+        """Put a linear's quantised weight, [out, in], in its place."""
+        self.linear(name).weight.copy_(weight.T if self.is_transposed(name) else weight)
+
+    def restore(self, tensors: Mapping[str, Tensor | QTensor]) -> None:
+        """Put finished tensors (full names) of an earlier run in place."""
+        for name, value in tensors.items():
+            path = name.removeprefix(self.prefix + ".")
+            if isinstance(value, QTensor):
+                self.replace(path.removesuffix(".weight"), value.dequantize())
+            else:
+                self.module.get_parameter(module_path(self.walk.arch, path)).copy_(value)
+
+    def collect(self, stage: tuple[str, ...]) -> dict[str, InputStats]:
+        """Run the block as far as the stage's linears and accumulate their inputs.
+
+        Members that see the same tensor share one InputStats (routed experts have one each).
+        """
+        owners = {name: _input_owner(name, stage) for name in stage}
+        stats = {o: InputStats(self.weight(o).shape[1], self.walk.device) for o in dict.fromkeys(owners.values())}
+        waiting: set[str] = set()
+
+        def watch(owner: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+            def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
+                stats[owner].add(args[0])
+                waiting.discard(owner)
+                if not waiting:
+                    raise _Stop
+
+            return hook
+
+        handles = [self.linear(o).register_forward_pre_hook(watch(o)) for o in stats]
+        for number, at in enumerate(self.walk.batches()):
+            waiting.update(stats)
+            try:
+                self._run(number, at)
+            except _Stop:
+                continue
+        for handle in handles:
+            handle.remove()
+        for s in stats.values():
+            s.finish()
+        return {name: stats[owner] for name, owner in owners.items()}
+
+    def done(self, stage: tuple[str, ...]) -> None:
+        """The stage's weights are final: a child module with none left is run once more, then answers from memory."""
+        self._done.update(stage)
+        linears = [name for s in self.stages for name in s]
+        for child in {name.split(".")[0] for name in stage}:
+            mine = [name for name in linears if name.startswith(child + ".")]
+            if linears[-1] not in mine and self._done.issuperset(mine):
+                self._remember(self.module.get_submodule(module_path(self.walk.arch, child)))
+
+    def _remember(self, child: nn.Module) -> None:
+        forward, outputs = child.forward, {}
+
+        def remembered(*args: Any, **kwargs: Any) -> Any:
+            if self._batch not in outputs:
+                outputs[self._batch] = forward(*args, **kwargs)
+            return outputs[self._batch]
+
+        child.forward = remembered
+
+    def _run(self, number: int, at: slice) -> Tensor:
+        self._batch = number
+        return self.walk.run_block(self.module, self.index, at)
+
+    def propagate(self) -> None:
+        """Replace the stored hidden states by this block's outputs."""
+        for number, at in enumerate(self.walk.batches()):
+            self.walk.hidden[at] = self._run(number, at).float().to(self.walk.hidden.device)
+
+
+def _input_owner(name: str, stage: tuple[str, ...]) -> str:
+    """The first member of the stage that sees the same input: the first of all, or of the same routed expert."""
+    parent = name.rpartition(".")[0]
+    if any(part.isdigit() for part in parent.split(".")):
+        return next(other for other in stage if other.rpartition(".")[0] == parent)
+    return next(other for other in stage if not any(part.isdigit() for part in other.split(".")))

@@ -1,0 +1,221 @@
+"""One run, end to end: check, calibrate, allocate, quantise, write, read back, measure, report."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from calib.text import CalibrationSet, generate_text, load_text, load_tokenizer
+from compress.algorithms import Outcome
+from compress.plan import Plan, make_plan
+from compress.preflight import preflight
+from compress.progress import Progress
+from compress.quantize import Quantizer
+from compress.recipe import Recipe
+from compress.report import LayerLog, OutputDirectory, sha256, source_files, write_report
+from compress.work import Parts, Work
+from formats.checkpoint import Checkpoint
+from formats.containers import open_checkpoint
+from formats.qtensor import Grid, QTensor, dequantized
+
+
+def run(
+    recipe: Recipe,
+    model: str,
+    out: Path,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    device: str = "cpu",
+    progress: Progress,
+    command: str,
+) -> dict[str, Any]:
+    """Compress `model` into the directory `out`. Returns a summary with sizes and, where measured, the loss.
+
+    Raises GateFailed, after the output is complete, when the loss is above the recipe's gate.
+    """
+    with open_checkpoint(model) as checkpoint:
+        plan = make_plan(recipe, checkpoint)
+        tokenizer = load_tokenizer(checkpoint)
+        output = OutputDirectory(out, resume=resume, overwrite=overwrite, needed=2 * plan.nbytes)
+        progress.start("check", len(checkpoint.names()))
+        preflight(plan, checkpoint, out, tokenizer, progress.update)
+        with output as folder:
+            work = Work(folder / "work", _fingerprint(recipe, checkpoint))
+            text = _calibration(recipe, checkpoint, tokenizer, work, device, progress)
+            if recipe.allocate is not None:
+                from compress.allocate import allocate
+
+                assert text is not None
+                plan = allocate(plan, checkpoint, text.tokens, folder, device=device, progress=progress)
+            log = LayerLog(folder)
+            starved = _quantize(plan, checkpoint, text, work, folder, log, device, progress)
+            _write(plan, checkpoint, work, folder, progress)
+            _verify(plan, folder, work, progress)
+            evaluation = _evaluate(recipe, checkpoint, folder, progress)
+            shutil.rmtree(work.folder)
+            notes = [f"rounded without calibration, too few tokens seen: {', '.join(starved)}"] if starved else []
+            write_report(
+                folder,
+                plan,
+                checkpoint,
+                command=command,
+                calibration=text,
+                evaluation=evaluation,
+                layers=log.records,
+                notes=notes,
+            )
+            output.commit()
+    summary = {"out": str(out), "bytes": plan.nbytes, "bits_per_weight": round(plan.bits_per_weight, 4)}
+    if evaluation is not None:
+        from runtime.evaluate.run import check_gates
+
+        summary |= evaluation
+        assert recipe.evaluate is not None
+        gate = recipe.evaluate.gate
+        check_gates(evaluation, max_kld=gate.max_kld, max_ppl_ratio=gate.max_ppl_ratio)
+    return summary
+
+
+def _fingerprint(recipe: Recipe, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Everything that the codes depend on."""
+    chosen = recipe.model_dump(mode="json", exclude={"evaluate", "description", "model"})
+    data = [Path(source).expanduser() for source in recipe.calibration.data or []]
+    return {
+        "recipe": chosen,
+        "source": {file.name: sha256(file) for file in source_files(checkpoint)},
+        "text": {str(path): sha256(path) for path in data if path.is_file()},
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _calibration(
+    recipe: Recipe, checkpoint: Checkpoint, tokenizer: Any, work: Work, device: str, progress: Progress
+) -> CalibrationSet | None:
+    if not recipe.needs_text:
+        return None
+    spec, seed = recipe.calibration, recipe.calibration_seed
+    if spec.data:
+        return load_text(
+            spec.data,
+            tokenizer,
+            samples=spec.samples,
+            length=spec.length,
+            seed=seed,
+            split=spec.split,
+            column=spec.column,
+            chat_template=spec.chat_template,
+        )
+    kept = work.load_tokens()
+    if kept is not None:
+        return CalibrationSet(kept[0], **kept[1])
+    progress.note("no calibration text is given: the model writes its own")
+    progress.start("write text", spec.samples)
+    text = generate_text(
+        checkpoint,
+        tokenizer,
+        samples=spec.samples,
+        length=spec.length,
+        seed=seed,
+        device=device,
+        progress=progress.update,
+    )
+    about = {key: value for key, value in vars(text).items() if key != "tokens"}
+    work.save_tokens(text.tokens, about)
+    return text
+
+
+def _quantize(
+    plan: Plan,
+    checkpoint: Checkpoint,
+    text: CalibrationSet | None,
+    work: Work,
+    folder: Path,
+    log: LayerLog,
+    device: str,
+    progress: Progress,
+) -> list[str]:
+    """Bring every part into `work`. Returns the names that could not be calibrated."""
+    progress.start("quantise", len(plan.grids))
+    known = {record["name"] for record in log.records}
+
+    def on_layer(name: str, grid: Grid, outcome: Outcome, seconds: float) -> None:
+        progress.layer(name, grid.name, outcome.error, outcome.rtn_error, seconds)
+        if name not in known:
+            log.write(name, grid.name, outcome.error, outcome.rtn_error, outcome.damp, seconds)
+
+    rows = text.tokens if text is not None and any(step.needs_text for step in plan.recipe.steps) else None
+    quantizer = Quantizer(plan, checkpoint, work, on_layer, rows, device, spill_dir=work.folder)
+    for _ in quantizer.run():
+        pass
+    return quantizer.starved
+
+
+def _finished(work: Work) -> Iterator[Parts]:
+    return (work.load(path.stem) for path in sorted(work.folder.glob("*.safetensors")) if path.stem != "tokens")
+
+
+def _write(plan: Plan, checkpoint: Checkpoint, work: Work, folder: Path, progress: Progress) -> None:
+    """The container's files: finished tensors from `work`, everything else from the source."""
+    names = checkpoint.names()
+    progress.start("write", len(names))
+    with torch.no_grad():
+        writer = plan.container.open_writer(folder, checkpoint, plan.grids, plan.options)
+        written = set()
+        for parts in _finished(work):
+            for name, value in parts.items():
+                writer.write(name, value)
+                written.add(name)
+                progress.advance()
+        for name in names:
+            if name not in written:
+                writer.write(name, _float_tensor(checkpoint, name))
+                progress.advance()
+        writer.close()
+
+
+def _float_tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
+    """A tensor that stays float, in its own dtype; float32 when the source holds it quantised."""
+    value = checkpoint.read(name)
+    return dequantized(value) if isinstance(value, QTensor) else value
+
+
+def _verify(plan: Plan, folder: Path, work: Work, progress: Progress) -> None:
+    """Read the files back through the container's reader: every code and parameter must be what was chosen."""
+    progress.start("read back", len(plan.grids))
+    path = next(folder.glob("*.gguf"), folder)
+    with plan.container.open_reader(path) as reader:
+        for parts in _finished(work):
+            for name, value in parts.items():
+                if not isinstance(value, QTensor):
+                    continue
+                again = reader.read(name)
+                expected = value.dequantize()
+                if plan.container.name == "safetensors":
+                    assert isinstance(again, torch.Tensor), name
+                    expected = expected.to(again.dtype)
+                    if again.shape != expected.shape:
+                        expected = expected.T
+                same = torch.equal(dequantized(again, expected.dtype), expected)
+                assert same, f"{name} read back differs from what was chosen"
+                progress.advance()
+
+
+def _evaluate(recipe: Recipe, checkpoint: Checkpoint, folder: Path, progress: Progress) -> dict[str, Any] | None:
+    if recipe.evaluate is None:
+        return None
+    from runtime.evaluate.run import evaluate
+
+    spec = recipe.evaluate.perplexity
+    progress.start("evaluate", spec.chunks)
+    return evaluate(
+        next(folder.glob("*.gguf"), folder),
+        against=checkpoint.path,
+        text=spec.data,
+        length=spec.length,
+        chunks=spec.chunks,
+        progress=progress.update,
+    )

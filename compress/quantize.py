@@ -1,0 +1,124 @@
+"""Choosing the codes: every tensor of a plan, block by block, with calibration where the recipe asks for it."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor
+
+from calib.stats import InputStats
+from calib.walk import Block, Walk
+from compress.algorithms import ALGORITHMS, Outcome
+from compress.plan import Plan
+from compress.recipe import RtnStep
+from compress.work import Parts, Work
+from formats.checkpoint import Checkpoint
+from formats.qtensor import Grid, dequantized
+
+OnLayer = Callable[[str, Grid, Outcome, float], None]  # name, grid, outcome, seconds
+_PLAIN = RtnStep(algorithm="rtn")
+
+
+@dataclass
+class Quantizer:
+    """Runs the steps of a plan. Finished blocks go to `work`, so that a later call goes on where this one stopped.
+
+    rows: int64 [samples, length], or None where no step looks at text. starved: experts that saw too few tokens to be
+    calibrated, and were rounded without.
+    """
+
+    plan: Plan
+    checkpoint: Checkpoint
+    work: Work
+    on_layer: OnLayer
+    rows: Tensor | None = None
+    device: str = "cpu"
+    spill_dir: Path | None = None
+    starved: list[str] = field(default_factory=list)
+
+    def run(self) -> Iterator[Parts]:
+        """Yield the finished tensors part by part: each block's, then those outside the blocks."""
+        if self.rows is None:
+            yield from self._without_text()
+            return
+        walk = Walk(self.checkpoint, self.rows, device=self.device, spill_dir=self.spill_dir)
+        for i in range(walk.n_blocks):
+            part = f"block-{i:04d}"
+            with walk.block(i) as block:
+                if self.work.has(part):
+                    done = self.work.load(part)
+                    block.restore(done)
+                else:
+                    done = self._block(block)
+                    self.work.save(part, done)
+                block.propagate()
+            yield done
+        yield self._outside(walk.head_stats() if self._outside_names() else None)
+
+    def _block(self, block: Block) -> Parts:
+        """All steps on one block."""
+        *preparing, last = self.plan.recipe.steps
+        grids = {name: self.plan.grids.get(f"{block.prefix}.{name}.weight") for stage in block.stages for name in stage}
+        done: Parts = {}
+        for step in preparing:
+            done |= ALGORITHMS[step.algorithm](block, {n: g for n, g in grids.items() if g}, step)
+        for stage in block.stages:
+            wanted = [name for name in stage if grids[name]]
+            if wanted:
+                stats = block.collect(stage)
+                for name in wanted:
+                    grid = grids[name]
+                    assert grid is not None
+                    full = f"{block.prefix}.{name}.weight"
+                    outcome = self._tensor(full, block.weight(name), stats[name], grid, last)
+                    block.replace(name, outcome.tensor.dequantize())
+                    done[full] = outcome.tensor
+            block.done(stage)
+        return done
+
+    def _tensor(self, name: str, weight: Tensor, stats: InputStats | None, grid: Grid, step: object) -> Outcome:
+        start = time.perf_counter()
+        if stats is not None and stats.tokens < weight.shape[1] // 4:  # a Hessian of such rank only misleads
+            self.starved.append(name.removesuffix(".weight"))
+            stats = None
+        if stats is None:
+            step = _PLAIN
+        outcome: Outcome = ALGORITHMS[step.algorithm](weight, stats, grid, step)  # type: ignore[attr-defined]
+        self.on_layer(name.removesuffix(".weight"), grid, outcome, time.perf_counter() - start)
+        return outcome
+
+    def _without_text(self) -> Iterator[Parts]:
+        for name, grid in self.plan.grids.items():
+            if self.work.has(name):
+                yield self.work.load(name)
+                continue
+            done: Parts = {name: self._tensor(name, self._weight(name), None, grid, _PLAIN).tensor}
+            self.work.save(name, done)
+            yield done
+
+    def _weight(self, name: str) -> Tensor:
+        """A linear's weight from the source, float32 [out, in]."""
+        weight = dequantized(self.checkpoint.read(name))
+        transposed = any(name.removesuffix(".weight").endswith(f".{conv}") for conv in self.checkpoint.arch.conv1d)
+        return weight.T.contiguous() if transposed else weight
+
+    def _outside_names(self) -> list[str]:
+        arch = self.checkpoint.arch
+        return [n for n in (f"{arch.embedding}.weight", f"{arch.head}.weight") if n in self.plan.grids]
+
+    def _outside(self, stats: InputStats | None) -> Parts:
+        """Embedding and head: rounded by importance where they act as the head, else plainly."""
+        part = "outside"
+        if self.work.has(part):
+            return self.work.load(part)
+        tied = f"{self.checkpoint.arch.head}.weight" not in self.checkpoint.names()
+        done: Parts = {}
+        for name in self._outside_names():
+            is_head = tied or name == f"{self.checkpoint.arch.head}.weight"
+            step = RtnStep(algorithm="rtn", importance=True)
+            done[name] = self._tensor(
+                name, self._weight(name), stats if is_head else None, self.plan.grids[name], step
+            ).tensor
+        self.work.save(part, done)
+        return done
