@@ -112,7 +112,12 @@ class IntegerLevels(Grid):
     def __init__(self, name: str, block: int | None, bits: int, lowest: int = 0) -> None:
         self.name, self.block, self.bits, self.lowest = name, block, bits, lowest
         self.top = (1 << bits) - 1
+        self.ends = float(lowest), float(lowest + self.top)
         self.level_table = torch.arange(lowest, lowest + self.top + 1, dtype=torch.float32)
+
+    def round_levels(self, x: Tensor) -> Tensor:
+        """The nearest levels, in place."""
+        return x.round_().clamp_(*self.ends)
 
     def _level(self, codes: Tensor) -> Tensor:
         level = codes.float()

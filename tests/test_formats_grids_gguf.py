@@ -17,7 +17,7 @@ from formats.qtensor import Grid, Params, QTensor
 
 torch.set_num_threads(1)
 
-GRIDS = ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k"]
+GRIDS = ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs", "mxfp4"]
 
 
 def random_params(grid: Grid, out: int, n: int) -> Params:
@@ -29,7 +29,7 @@ def random_params(grid: Grid, out: int, n: int) -> Params:
             magnitude = 10.0 ** torch.empty(out, supers).uniform_(-7, 2)
             params[name] = (torch.randn(out, supers) * magnitude).half()
         elif name == "exponent":
-            params[name] = torch.randint(0, 255, value.shape, dtype=torch.uint8)
+            params[name] = torch.randint(0, 250, value.shape, dtype=torch.uint8)  # above, products overflow
         else:
             low, high = SUB_RANGES[grid.name]
             params[name] = torch.randint(low, high + 1, value.shape).to(value.dtype)

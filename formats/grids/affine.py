@@ -8,15 +8,14 @@ from formats.grids.search import (
     best_of,
     clip_ranges,
     fit_blocks,
+    fit_scale,
     half,
     inverse,
     near_halves,
     ratio,
-    scale_error,
+    refit_scale,
     scale_squares,
-    search_scale,
     search_scale_minimum,
-    signed_peak,
 )
 from formats.qtensor import Columns, IntegerLevels, Params
 
@@ -24,22 +23,6 @@ from formats.qtensor import Columns, IntegerLevels, Params
 def _expand(param: Tensor, block: int | None, n: int) -> Tensor:
     """A parameter [out, groups] spread over n columns, float32."""
     return param.float().repeat_interleave(block or n, dim=1)[:, :n]
-
-
-def _fit_symmetric(x: Tensor, weight: Tensor, bits: int, signed: bool) -> Params:
-    """fp16 scale of x ~ scale * level, levels -2^(bits-1) .. 2^(bits-1)-1."""
-    low, high = -(1 << bits - 1), (1 << bits - 1) - 1
-
-    def snap(t: Tensor) -> Tensor:
-        return t.round_().clamp_(low, high)
-
-    peak = signed_peak(x)
-    plain = [half(peak.abs() / high), half(peak.abs() / -low)]  # the usual scales: never do worse than those
-    if signed:
-        plain.append(half(peak / low))
-    searched = near_halves(search_scale(x, weight, snap, (low, high), bits, signed))
-    (scale,), _ = best_of(((s,) for s in plain + searched), lambda s: scale_error(x, weight, snap, s))
-    return {"scale": scale.half()}
 
 
 def _fit_asymmetric(x: Tensor, weight: Tensor, bits: int) -> Params:
@@ -89,12 +72,6 @@ def _fit_scale_minimum(x: Tensor, weight: Tensor, bits: int) -> Params:
     return {"scale": scale.half(), "minimum": minimum.half()}
 
 
-def _refit_scale(x: Tensor, weight: Tensor, level: Tensor, old: Tensor) -> Tensor:
-    """Best fp16 scale for given levels; the old one stays where the levels say nothing or want the other sign."""
-    scale = half(ratio(*scale_squares(x, weight, level)))
-    return torch.where(scale * old > 0, scale, old.float()).half()
-
-
 def _refit_scale_minimum(x: Tensor, weight: Tensor, codes: Tensor, params: Params) -> Params:
     squares = MinimumSquares(x, weight, lowered=False)
     scale = half(squares.solve(codes)[0])
@@ -123,7 +100,7 @@ class AffineGrid(IntegerLevels):
     def fit(self, w: Tensor, importance: Tensor | None = None) -> Params:
         def fit(x: Tensor, weight: Tensor) -> Params:
             if self.symmetric:
-                return _fit_symmetric(x, weight, self.bits, signed=False)
+                return fit_scale(x, weight, self.round_levels, self.ends, self.bits, signed=False)
             return _fit_asymmetric(x, weight, self.bits)
 
         return fit_blocks(fit, self.block or w.shape[1], w, importance)
@@ -131,7 +108,7 @@ class AffineGrid(IntegerLevels):
     def refit(self, w: Tensor, codes: Tensor, params: Params, importance: Tensor | None = None) -> Params:
         def fit(x: Tensor, weight: Tensor, codes: Tensor, old: Params) -> Params:
             level = codes + self.lowest if self.symmetric else codes - old["zero"]
-            return {**old, "scale": _refit_scale(x, weight, level, old["scale"])}
+            return {**old, "scale": refit_scale(x, weight, level, old["scale"])}
 
         return fit_blocks(fit, self.block or w.shape[1], w, importance, codes, params)
 
@@ -147,11 +124,14 @@ class ScaleBlock(IntegerLevels):
         return self.bits + 16 / 32
 
     def fit(self, w: Tensor, importance: Tensor | None = None) -> Params:
-        return fit_blocks(lambda x, weight: _fit_symmetric(x, weight, self.bits, signed=True), 32, w, importance)
+        def fit(x: Tensor, weight: Tensor) -> Params:
+            return fit_scale(x, weight, self.round_levels, self.ends, self.bits, signed=True)
+
+        return fit_blocks(fit, 32, w, importance)
 
     def refit(self, w: Tensor, codes: Tensor, params: Params, importance: Tensor | None = None) -> Params:
         def fit(x: Tensor, weight: Tensor, codes: Tensor, old: Params) -> Params:
-            return {"scale": _refit_scale(x, weight, codes + self.lowest, old["scale"])}
+            return {"scale": refit_scale(x, weight, codes + self.lowest, old["scale"])}
 
         return fit_blocks(fit, 32, w, importance, codes, params)
 

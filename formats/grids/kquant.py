@@ -231,8 +231,7 @@ class SubScaleBlock(IntegerLevels):
         return Columns(spread_super(params, "scale", "sub_scale", n))
 
     def _search(self, x: Tensor, weight: Tensor) -> "SuperScale":
-        ends = (self.lowest, self.lowest + self.top)
-        return SuperScale(x, weight, lambda t: t.round_().clamp_(*ends), ends, self.bits, 16, self.sub_bits)
+        return SuperScale(x, weight, self.round_levels, self.ends, self.bits, 16, self.sub_bits)
 
     def fit(self, w: Tensor, importance: Tensor | None = None) -> Params:
         return fit_blocks(lambda x, weight: self._search(x, weight).fit(), SUPER, w, importance)

@@ -32,7 +32,7 @@ def fit_blocks(
     """Run `fit(x, weight) -> {name: [N] or [N, subs]}` over w [out, n] in chunks of rows.
 
     importance: [n], [out, n] or None. A ragged last block is padded with copies of its last weight, of no importance.
-    With codes [out, n] and params, `fit(x, weight, codes, params)` gets those cut alike (params as it returns them).
+    codes [out, n] and params, when there are any, are cut alike and passed on: `fit(x, weight, codes, params)`.
     Returns the parameters as [out, blocks] or [out, blocks, subs].
     """
     n = w.shape[1]
@@ -50,9 +50,11 @@ def fit_blocks(
         weight = cut(_normalised(importance if importance is None or importance.dim() == 1 else importance[chunk], x))
         if n % width:
             weight.view(width, -1, blocks)[n % width :, :, -1] = 0
-        given = []
-        if codes is not None and params is not None:
-            given = [cut(codes[chunk].float()), {name: p[chunk].flatten(0, 1) for name, p in params.items()}]
+        given: list[Tensor | Params] = []
+        if codes is not None:
+            given.append(cut(codes[chunk].float()))
+        if params is not None:
+            given.append({name: p[chunk].flatten(0, 1) for name, p in params.items()})
         part = fit(cut(x), weight, *given)
         parts.append({name: p.unflatten(0, (-1, blocks)) for name, p in part.items()})
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
@@ -157,6 +159,25 @@ def search_scale(
     for _ in range(2):
         best = ratio(*scale_squares(x, weight, snap(x * inverse(best).unsqueeze(-2))))
     return best
+
+
+def fit_scale(
+    x: Tensor, weight: Tensor, snap: Snap, ends: tuple[float, float], bits: int, signed: bool
+) -> dict[str, Tensor]:
+    """The fp16 scale of x ~ scale * level; never worse than the usual one, which maps the peak to an end."""
+    peak = signed_peak(x)
+    usual = [half(peak.abs() / ends[1]), half(peak.abs() / -ends[0])]
+    if signed:
+        usual.append(half(peak / ends[0]))
+    searched = near_halves(search_scale(x, weight, snap, ends, bits, signed))
+    (scale,), _ = best_of(((s,) for s in usual + searched), lambda s: scale_error(x, weight, snap, s))
+    return {"scale": scale.half()}
+
+
+def refit_scale(x: Tensor, weight: Tensor, level: Tensor, old: Tensor) -> Tensor:
+    """Best fp16 scale for given levels; the old one stays where the levels say nothing or want the other sign."""
+    scale = half(ratio(*scale_squares(x, weight, level)))
+    return torch.where(scale * old > 0, scale, old.float()).half()
 
 
 class MinimumSquares:
