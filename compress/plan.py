@@ -190,7 +190,8 @@ def make_plan(recipe: Recipe, checkpoint: Checkpoint) -> Plan:
 
     Embedding and head stay float in Hugging Face layouts and become q8_0 in GGUF, unless an override says otherwise;
     with `allocate`, every tensor starts from one candidate and embedding and head take part where the container can
-    store them. Raises UsageError where the container can store none of the linears, or a fused group is torn.
+    store them. Raises UsageError where the container can store a grid for none of the tensors, or a
+    fused group is torn.
     """
     container: Container = CONTAINERS[recipe.output.format]()
     arch = checkpoint.arch
@@ -209,12 +210,9 @@ def make_plan(recipe: Recipe, checkpoint: Checkpoint) -> Plan:
             used.add(override.match)
         rows.append(empty._settled(Row(name, shape, linear, asked, None, 0.0, 0, group, pinned)))
     plan = replace(empty, rows=tuple(rows), notes=_unused_overrides(recipe, used, arch, checkpoint.names()))
-    wanted = [row for row in rows if row.asked is not None]
-    if not wanted:
+    if not any(row.asked for row in rows):
         raise UsageError("nothing to quantise: every tensor is skipped", "overrides", "let some linears keep a grid")
-    if not plan.grids:
-        first = wanted[0]
-        plan.substitute(first.name, parse_grid(first.asked or ""))  # raises the container's own words
+    _check_storable(plan)
     _check_groups(plan)
     return plan
 
@@ -292,6 +290,14 @@ def _unused_overrides(recipe: Recipe, used: set[str], arch: Arch, names: Sequenc
         reason = "the head is tied to the embedding" if tied else "no quantisable module is left for it"
         notes.append(f'override "{override.match}" changes nothing: {reason}')
     return tuple(notes)
+
+
+def _check_storable(plan: Plan) -> None:
+    """Each grid asked for can be stored for at least one of the tensors it is asked for."""
+    stored = {row.asked for row in plan.rows if row.grid is not None}
+    for row in plan.rows:
+        if row.asked is not None and row.asked not in stored:
+            plan.substitute(row.name, row.asked)  # raises the container's own words
 
 
 def _check_groups(plan: Plan) -> None:

@@ -98,7 +98,10 @@ class CalibrationSpec(Strict):
 
 
 class RtnStep(Strict):
-    """Round to nearest. importance: weigh each column's fit by its mean squared input (one calibration pass)."""
+    """Round to nearest: fast, needs no text; with importance, one calibration pass.
+
+    importance: weigh each column's fit by its mean squared input.
+    """
 
     algorithm: Literal["rtn"]
     grid: GridName | None = None
@@ -110,8 +113,9 @@ class RtnStep(Strict):
 
 
 class GptqStep(Strict):
-    """GPTQ. damp: fraction of the mean diagonal added to the Hessian; block_size: columns per lazy update.
+    """GPTQ: column by column, each rounding error made up for by the columns after it.
 
+    damp: fraction of the mean diagonal added to the Hessian; block_size: columns per lazy update.
     act_order stores the permutation (g_idx), where the container can; without it groups are static and only the
     processing order follows the Hessian's diagonal.
     """
@@ -125,8 +129,9 @@ class GptqStep(Strict):
 
 
 class AwqStep(Strict):
-    """AWQ: scales folded into the previous operator, then clipping. Without a grid it prepares for the next step's.
+    """AWQ: channels that matter scaled up, the scales folded into the previous operator; then clipping.
 
+    Without a grid it only prepares for the step that follows, and for its grid.
     points: size of the scale search grid; clip: search clipping too.
     """
 

@@ -1,0 +1,296 @@
+"""The `quantize` command. Commands import what they need when they run, so that --help is instant."""
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from types import TracebackType
+from typing import Annotated, Any
+
+import typer
+
+from formats.errors import BitwrightError, ResourceError, UsageError
+
+app = typer.Typer(
+    help="Compress language models offline, and prove what it did.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+_Refused: type[Exception] = typer.BadParameter.mro()[2]  # base of typer's usage errors, which has no public name
+
+
+class Format(StrEnum):
+    human = "human"
+    json = "json"
+
+
+RecipeArgument = Annotated[str, typer.Argument(help="recipe file, or a shipped recipe's name", metavar="RECIPE")]
+ModelArgument = Annotated[str, typer.Argument(help="directory, .gguf file or hub id", metavar="MODEL")]
+SetOption = Annotated[
+    list[str], typer.Option("--set", help="override a value: --set steps.0.bits=3", metavar="KEY=VALUE")
+]
+OutOption = Annotated[Path, typer.Option("-o", "--out", help="output directory", metavar="OUT")]
+FormatOption = Annotated[Format, typer.Option("--output", help="how results are printed on stdout")]
+DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1; auto takes a GPU if there is one")]
+OverwriteOption = Annotated[
+    bool, typer.Option("--overwrite", help="replace an existing output, once the new one is whole")
+]
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="show tracebacks of internal errors")] = False,
+) -> None:
+    sys.excepthook = sys.__excepthook__ if debug else _internal_error
+
+
+@app.command()
+def run(
+    recipe: RecipeArgument,
+    model: Annotated[str | None, typer.Argument(help="directory, .gguf file or hub id", metavar="MODEL")] = None,
+    out: OutOption = ...,  # type: ignore[assignment]
+    setting: SetOption = [],  # noqa: B006
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the plan only")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="continue an interrupted run")] = False,
+    overwrite: OverwriteOption = False,
+    device: DeviceOption = "auto",
+    output: FormatOption = Format.human,
+) -> None:
+    """Compress MODEL by RECIPE into OUT, read it back, and measure what was lost."""
+    from compress.pipeline import run as run_pipeline
+    from compress.progress import Progress
+    from compress.recipe_file import load_recipe
+
+    checked = load_recipe(recipe, setting)
+    source = model or checked.model
+    if source is None:
+        raise UsageError("no model given", how_to_fix="name it after the recipe, or in the recipe as `model:`")
+    if dry_run:
+        _plan(checked, source, output)
+        return
+    with Progress() as progress:
+        result = run_pipeline(
+            checked,
+            source,
+            out,
+            resume=resume,
+            overwrite=overwrite,
+            device=_device(device),
+            progress=progress,
+            command=_command(drop="--resume"),
+        )
+    _show_result(result, output)
+
+
+@app.command()
+def plan(
+    recipe: RecipeArgument,
+    model: ModelArgument,
+    setting: SetOption = [],  # noqa: B006
+    output: FormatOption = Format.human,
+) -> None:
+    """Print bits per tensor, file size, peak memory and estimated time; run nothing."""
+    from compress.recipe_file import load_recipe
+
+    _plan(load_recipe(recipe, setting), model, output)
+
+
+@app.command()
+def check(recipe: RecipeArgument, setting: SetOption = [], output: FormatOption = Format.human) -> None:  # noqa: B006
+    """Validate a recipe, and print it with everything filled in."""
+    from compress.recipe_file import dump_recipe, load_recipe
+    from compress.show import show_json
+
+    checked = load_recipe(recipe, setting)
+    if output == Format.json:
+        show_json(checked.model_dump(exclude_none=True))
+    else:
+        print(dump_recipe(checked), end="")
+
+
+@app.command()
+def convert(
+    model: ModelArgument,
+    out: OutOption,
+    container: Annotated[str, typer.Option("--format", help="gguf, gptq, awq, compressed-tensors or safetensors")],
+    dtype: Annotated[str | None, typer.Option(help="of float tensors: float32, bfloat16 or float16")] = None,
+    shard_size: Annotated[str, typer.Option(help="largest file, e.g. 5GB")] = "5GB",
+    overwrite: OverwriteOption = False,
+    output: FormatOption = Format.human,
+) -> None:
+    """Store MODEL in another container, its codes untouched."""
+    from compress.convert import convert as convert_model
+    from compress.recipe import parse_size
+    from compress.show import show_json
+
+    options = {"dtype": dtype, "shard_size": parse_size(shard_size)}
+    result = convert_model(model, out, container, options=options, overwrite=overwrite)
+    if output == Format.json:
+        show_json(result)
+    else:
+        grids = f" ({', '.join(result['grids'])})" if result["grids"] else ""
+        decoded = f", {result['decoded']} decoded to floats" if result["decoded"] else ""
+        print(f"{out}: {container}, {result['codes_kept']} tensors with their codes unchanged{grids}{decoded}")
+
+
+@app.command("eval")
+def evaluate(
+    model: ModelArgument,
+    text: Annotated[Path, typer.Option(help="held-out plain text file")],
+    against: Annotated[str | None, typer.Option(help="reference model, for KL divergence and top-1 agreement")] = None,
+    length: Annotated[int, typer.Option(help="tokens per window", min=4)] = 512,
+    chunks: Annotated[int, typer.Option(help="windows", min=1)] = 20,
+    stride: Annotated[int | None, typer.Option(help="overlapping windows that move on by this many tokens")] = None,
+    engine: Annotated[str, typer.Option(help="transformers (decoded weights) or runtime (packed)")] = "transformers",
+    cache: Annotated[Path | None, typer.Option(help="keep the reference's logits here for the next candidate")] = None,
+    max_kld: Annotated[float | None, typer.Option(help="exit with 5 above this KL divergence")] = None,
+    max_ppl_ratio: Annotated[float | None, typer.Option(help="exit with 5 above this ratio of perplexities")] = None,
+    device: DeviceOption = "auto",
+    output: FormatOption = Format.human,
+) -> None:
+    """Measure perplexity and, against a reference, divergence."""
+    from compress.card import eval_rows
+    from compress.progress import Progress
+    from compress.show import show_json, show_table
+    from runtime.evaluate.run import check_gates
+    from runtime.evaluate.run import evaluate as measure
+
+    with Progress() as progress:
+        progress.start("evaluate", chunks)
+        result = measure(
+            model,
+            against=against,
+            text=text,
+            length=length,
+            chunks=chunks,
+            stride=stride,
+            engine=engine,
+            device=_device(device),
+            cache=cache,
+            progress=progress.update,
+        )
+    if output == Format.json:
+        show_json(result)
+    else:
+        show_table(("measured", ""), eval_rows(result))
+    check_gates(result, max_kld=max_kld, max_ppl_ratio=max_ppl_ratio)
+
+
+@app.command()
+def inspect(model: ModelArgument, output: FormatOption = Format.human) -> None:
+    """Print tensors, grids, a histogram of widths, and metadata."""
+    from compress.inspect import condensed, inspect_model
+    from compress.show import show_json, show_model
+    from formats.containers import open_checkpoint
+
+    with open_checkpoint(model) as checkpoint:
+        facts = inspect_model(checkpoint)
+    if output == Format.json:
+        show_json(facts)
+    else:
+        show_model(facts, condensed(facts["tensors"]))
+
+
+class Listable(StrEnum):
+    recipes = "recipes"
+    algorithms = "algorithms"
+    grids = "grids"
+    containers = "containers"
+    architectures = "architectures"
+
+
+@app.command("list")
+def list_(what: Annotated[Listable, typer.Argument()], output: FormatOption = Format.human) -> None:
+    """Print the names that recipes and options may use, and what each is for."""
+    from compress.catalogue import catalogue
+    from compress.show import show_json, show_table
+
+    entries = catalogue(what.value)
+    if output == Format.json:
+        show_json([{"name": name, "about": about} for name, about in entries])
+    else:
+        show_table((what.value, ""), entries)
+
+
+def _plan(recipe: Any, model: str, output: Format) -> None:
+    from compress.plan import make_plan
+    from compress.show import show_json, show_plan
+    from formats.containers import open_checkpoint
+
+    with open_checkpoint(model) as checkpoint:
+        made = make_plan(recipe, checkpoint)
+    if output == Format.json:
+        show_json(made.summary())
+    else:
+        show_plan(made.summary(), made.condensed())
+
+
+def _show_result(result: dict[str, Any], output: Format) -> None:
+    from compress.card import eval_rows
+    from compress.show import show_json, show_table
+
+    if output == Format.json:
+        show_json(result)
+        return
+    rows = [
+        (key.replace("_", " "), value) for key, value in result.items() if not isinstance(value, dict | list | None)
+    ]
+    show_table(("result", ""), rows + (eval_rows(result["eval"]) if result.get("eval") else []))
+
+
+def _device(name: str) -> str:
+    if name != "auto":
+        return name
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _command(drop: str = "") -> str:
+    """This very command line, as a shell would take it."""
+    return shlex.join(["quantize", *(arg for arg in sys.argv[1:] if arg != drop)])
+
+
+def _internal_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    print(f"internal error: {kind.__name__}: {error}", file=sys.stderr)
+    print("  this is a bug; `quantize --debug ...` shows where", file=sys.stderr)
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, MemoryError) or "memory" in str(error) and "alloc" in str(error).lower()
+
+
+def invoke(arguments: Sequence[str]) -> int:
+    """Run one command line; returns its exit code. Internal errors pass through."""
+    try:
+        code = app(list(arguments), standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except BitwrightError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except _Refused as error:
+        error.show()  # type: ignore[attr-defined]
+        return UsageError.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        resumable = "run" in arguments and "--dry-run" not in arguments
+        hint = f"; resume with\n  {_command(drop='--resume')} --resume" if resumable else ""
+        print(f"\ninterrupted{hint}", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (MemoryError, RuntimeError) as error:
+        if not _out_of_memory(error):
+            raise
+        print(f"error: out of memory: {error}", file=sys.stderr)
+        return ResourceError.exit_code
+
+
+def main() -> None:
+    sys.excepthook = _internal_error
+    sys.exit(invoke(sys.argv[1:]))
