@@ -5,7 +5,7 @@ cache, a request's result has the same bits alone, in any batch, chunked, preemp
 Under speculation a greedy result is still the same; a sampled one has the same distribution.
 """
 
-import secrets
+import random
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -83,7 +83,7 @@ class Engine:
             self.drafter = ModelDrafter(draft, self.vocab_size, blocks, block_size, **storage)
             self.longest_draft = min(self.longest_draft, draft.config.max_positions)
         self.controller = LengthController(guesses, adaptive)
-        self._seed, self._next = secrets.randbits(63) if seed is None else seed, 0
+        self._seeds, self._next = random.Random(seed), 0
         self._requests: dict[int, Request] = {}
         self._stash: list[Output] = []
         self._prompt_tokens = self._generated = 0
@@ -126,7 +126,7 @@ class Engine:
                 how_to_fix="shorten the prompt or lower max_tokens",
             )
         self.scheduler.check(length)
-        seed = self._seed + self._next if params.seed is None else params.seed
+        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         request = Request(self._next, prompt, params, ends, seed, choices)
         self._next += 1
         self._requests[request.id] = request
@@ -155,15 +155,19 @@ class Engine:
     def step(self) -> list[Output]:
         """One pass of the model over what the scheduler picked; what became known by it."""
         outputs, self._stash = self._stash, []
+        return outputs + self._run()
+
+    def _run(self) -> list[Output]:
         plan = self.scheduler.plan(self._wanted)
         if not plan.chunks:
             assert not self._requests, "requests wait, but none can run"
-            return outputs
+            return []
         self.cache.copy(plan.copies)
         for chunk in plan.chunks:
             chunk.sequence.chance.at(len(chunk.sequence.tokens))
         guesses = self._propose(plan)
         rows = self._forward(plan, guesses)
+        outputs: list[Output] = []
         for chunk, guess, logits in zip(plan.chunks, guesses, rows, strict=True):
             outputs += self._advance(chunk, guess, logits)
         self._recent.append((time.perf_counter(), sum(len(output.tokens) for output in outputs)))
@@ -389,14 +393,12 @@ class Engine:
 
     def _until_done(self, ids: set[int]) -> Iterator[Output]:
         """Outputs of some requests until they end; those of others are kept for `step`."""
-        kept: list[Output] = []
         while ids & self._requests.keys():
-            for output in self.step():
+            for output in self._run():
                 if output.request_id in ids:
                     yield output
                 else:
-                    kept.append(output)
-        self._stash += kept
+                    self._stash.append(output)
 
     def encode(self, prompt: "str | Sequence[int]") -> list[int]:
         """Tokens of a text, special ones as the tokenizer adds them."""

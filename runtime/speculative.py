@@ -140,7 +140,7 @@ class ModelDrafter:
         new = [(s.tokens + g)[s.drafted :] for s, g in zip(sequences, guesses, strict=True)]
         hidden = self._run(sequences, new)
         last = np.cumsum([len(tokens) for tokens in new]) - 1
-        logits = self.model.logits(hidden[torch.from_numpy(last)]).numpy()
+        logits = self.model.logits(hidden[last.tolist()]).cpu().numpy()
         rows = np.full((len(new), self.vocab_size), -np.inf, np.float32)  # tokens only the target has: never guessed
         width = min(self.vocab_size, logits.shape[1])
         rows[:, :width] = logits[:, :width]
@@ -149,7 +149,8 @@ class ModelDrafter:
     def _run(self, sequences: "list[Seq]", tokens: list[list[int]]) -> torch.Tensor:
         tables = [s.table.at(s.drafted) for s in sequences]
         batch = self.cache.batch(tables, [len(t) for t in tokens])
-        flat = torch.tensor([token for part in tokens for token in part])
+        known = self.model.config.vocab_size  # for a token that only the target has, the draft reads another
+        flat = torch.tensor([min(token, known - 1) for part in tokens for token in part], device=self.cache.k.device)
         hidden = self.model.forward(flat, batch.positions.long(), batch, BatchInfo(batch.sequence))
         for sequence, part in zip(sequences, tokens, strict=True):
             sequence.drafted += len(part)
