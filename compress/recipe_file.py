@@ -142,7 +142,8 @@ def _assign(document: _Document, setting: str, overridden: set[Loc]) -> None:
             child = target.get(str(part))
             if part == "grid" and isinstance(child, str):
                 child = _spelled_out(child, where)
-            target = target.setdefault(str(part), {}) if child is None else target.setdefault(str(part), child)
+            target[str(part)] = {} if child is None else child
+            target = target[str(part)]
         elif isinstance(target, list) and isinstance(part, int) and part < len(target):
             target = target[part]
         else:
@@ -185,6 +186,8 @@ def _message(error: Any) -> str:
     path = ".".join(str(part) for part in loc if part not in ("affine", "name", "rtn", "gptq", "awq"))
     if kind == "value_error":
         return f"{path}: {context['error']}"
+    if kind in ("model_type", "model_attributes_type"):
+        return f"{path}: should be a mapping of keys to values"
     given = f", got {error['input']!r}" if isinstance(error["input"], str | int | float | None) else ""
     return f"{path}: {error['msg'].removeprefix('Input ')}{given}"
 
