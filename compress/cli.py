@@ -92,12 +92,14 @@ def plan(
     recipe: RecipeArgument,
     model: ModelArgument,
     setting: SetOption = [],  # noqa: B006
+    target: Annotated[str | None, typer.Option(help="engine to satisfy: vllm, sglang, transformers, llama.cpp")] = None,
     output: FormatOption = Format.human,
 ) -> None:
     """Print bits per tensor, file size, peak memory and estimated time; run nothing."""
     from compress.recipe_file import load_recipe
 
-    _plan(load_recipe(recipe, setting), model, output)
+    settings = [*setting, f"output.target={target}"] if target else setting
+    _plan(load_recipe(recipe, settings), model, output)
 
 
 @app.command()
@@ -141,25 +143,34 @@ def convert(
 @app.command("eval")
 def evaluate(
     model: ModelArgument,
-    text: Annotated[Path, typer.Option(help="held-out plain text file")],
+    text: Annotated[Path | None, typer.Option(help="held-out plain text file")] = None,
     against: Annotated[str | None, typer.Option(help="reference model, for KL divergence and top-1 agreement")] = None,
     length: Annotated[int, typer.Option(help="tokens per window", min=4)] = 512,
     chunks: Annotated[int, typer.Option(help="windows", min=1)] = 20,
     stride: Annotated[int | None, typer.Option(help="overlapping windows that move on by this many tokens")] = None,
     engine: Annotated[str, typer.Option(help="transformers (decoded weights) or runtime (packed)")] = "transformers",
     cache: Annotated[Path | None, typer.Option(help="keep the reference's logits here for the next candidate")] = None,
+    tasks: Annotated[str, typer.Option(help="lm-eval tasks, task files or folders, separated by commas")] = "",
+    limit: Annotated[int | None, typer.Option(help="items per task", min=1)] = None,
     max_kld: Annotated[float | None, typer.Option(help="exit with 5 above this KL divergence")] = None,
     max_ppl_ratio: Annotated[float | None, typer.Option(help="exit with 5 above this ratio of perplexities")] = None,
     device: DeviceOption = "auto",
     output: FormatOption = Format.human,
 ) -> None:
-    """Measure perplexity and, against a reference, divergence."""
+    """Measure perplexity and, against a reference, divergence; or run lm-eval tasks."""
     from compress.card import eval_rows
     from compress.progress import Progress
     from compress.show import show_json, show_table
     from runtime.evaluate.run import check_gates
     from runtime.evaluate.run import evaluate as measure
 
+    if tasks:
+        from runtime.evaluate.harness import run_tasks
+
+        show_json(run_tasks(model, tasks.split(","), limit=limit, device=_device(device)))
+        return
+    if text is None:
+        raise UsageError("nothing to evaluate on", how_to_fix="name a text with --text, or lm-eval tasks with --tasks")
     with Progress() as progress:
         progress.start("evaluate", chunks)
         result = measure(
@@ -182,12 +193,19 @@ def evaluate(
 
 
 @app.command()
-def inspect(model: ModelArgument, output: FormatOption = Format.human) -> None:
+def inspect(
+    model: ModelArgument,
+    verify: Annotated[bool, typer.Option("--verify", help="compare a directory with its manifest instead")] = False,
+    output: FormatOption = Format.human,
+) -> None:
     """Print tensors, grids, a histogram of widths, and metadata."""
-    from compress.inspect import condensed, inspect_model
+    from compress.inspect import check_integrity, condensed, inspect_model
     from compress.show import show_json, show_model
     from formats.containers import open_checkpoint
 
+    if verify:
+        print(check_integrity(Path(model)))
+        return
     with open_checkpoint(model) as checkpoint:
         facts = inspect_model(checkpoint)
     if output == Format.json:

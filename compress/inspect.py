@@ -3,9 +3,12 @@
 import re
 from collections import Counter
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from formats.checkpoint import Checkpoint
+from formats.errors import DataError
+from formats.integrity import verify
 from formats.qtensor import Grid
 
 _BITS = {"float32": 32.0, "bfloat16": 16.0, "float16": 16.0}
@@ -42,6 +45,14 @@ def inspect_model(checkpoint: Checkpoint) -> dict[str, Any]:
         "histogram": dict(histogram.most_common()),
         "tensors": tensors,
     }
+
+
+def check_integrity(folder: Path) -> str:
+    """A line saying that a directory is what its manifest says; DataError naming whatever is not."""
+    found = verify(folder)
+    if found:
+        raise DataError("\n".join(found), where=str(folder), how_to_fix="get an undamaged copy")
+    return f"{folder}: every file is as its manifest says"
 
 
 def condensed(tensors: list[dict[str, Any]]) -> list[tuple[str, int, str, str, float]]:

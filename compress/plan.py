@@ -18,6 +18,7 @@ from formats.containers import CONTAINERS
 from formats.errors import UsageError
 from formats.grids import parse_grid
 from formats.qtensor import Grid
+from formats.targets import problems
 
 _FLOAT_BITS = {"float64": 64, "float32": 32, "bfloat16": 16, "float16": 16}
 _ACTIVATION_BUDGET = 2 << 30  # bytes of hidden states that calibration keeps in memory
@@ -52,6 +53,7 @@ class Plan:
 
     recipe: Recipe
     arch: Arch
+    config: Mapping[str, Any]
     container: Container
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
@@ -101,8 +103,17 @@ class Plan:
             self._settled(replace(row, asked=grids[row.name])) if row.name in grids else row for row in self.rows
         )
         changed = replace(self, rows=rows)
-        _check_groups(changed)
+        changed.check()
         return changed
+
+    def check(self) -> None:
+        """Raises UsageError where a grid cannot be stored at all, a group is torn, or the target engine objects."""
+        _check_storable(self)
+        _check_groups(self)
+        target = self.recipe.output.target
+        found = problems(target, self.container.name, self.grids, self.arch, self.config) if target else []
+        if found:
+            raise UsageError("\n".join(found), f"output.target {target}", "change the grids, or leave the target out")
 
     @cached_property
     def _row(self) -> dict[str, Row]:
@@ -190,14 +201,13 @@ def make_plan(recipe: Recipe, checkpoint: Checkpoint) -> Plan:
 
     Embedding and head stay float in Hugging Face layouts and become q8_0 in GGUF, unless an override says otherwise;
     with `allocate`, every tensor starts from one candidate and embedding and head take part where the container can
-    store them. Raises UsageError where the container can store a grid for none of the tensors, or a
-    fused group is torn.
+    store them. Raises UsageError where nothing is left to quantise, and as `Plan.check` does.
     """
     container: Container = CONTAINERS[recipe.output.format]()
     arch = checkpoint.arch
     roles = _Roles(arch, container.name)
     float_bits = {name: _float_bits(recipe, container.name, checkpoint, name) for name in checkpoint.names()}
-    empty = Plan(recipe, arch, container, (), float_bits=float_bits)
+    empty = Plan(recipe, arch, checkpoint.config, container, (), float_bits=float_bits)
     rows, used = [], set()
     for name in checkpoint.names():
         shape = checkpoint.shape(name)
@@ -212,9 +222,25 @@ def make_plan(recipe: Recipe, checkpoint: Checkpoint) -> Plan:
     plan = replace(empty, rows=tuple(rows), notes=_unused_overrides(recipe, used, arch, checkpoint.names()))
     if not any(row.asked for row in rows):
         raise UsageError("nothing to quantise: every tensor is skipped", "overrides", "let some linears keep a grid")
-    _check_storable(plan)
-    _check_groups(plan)
+    plan = _one_grid(plan) if container.name == "awq" else plan
+    plan.check()
     return plan
+
+
+def _one_grid(plan: Plan) -> Plan:
+    """AWQ stores one grid per model: the finest that any tensor needs, for all. Different wishes cannot be met."""
+    if len(wishes := {row.asked.name for row in plan.rows if row.asked}) > 1:
+        raise UsageError(f"AWQ stores one grid per model, not {', '.join(sorted(wishes))}", "output.format awq")
+    if not plan.grids:
+        return plan
+    finest = min(plan.grids.values(), key=lambda grid: grid.block or 1 << 30)
+    rows = (
+        replace(plan._settled(replace(row, asked=finest)), asked=row.asked, note=f"instead of {row.asked}")
+        if row.grid not in (None, finest)
+        else row
+        for row in plan.rows
+    )
+    return replace(plan, rows=tuple(rows))
 
 
 def _asked(recipe: Recipe, container: str, module: str, group: str) -> tuple[Grid | None, bool]:

@@ -1,7 +1,6 @@
 """The output directory: it appears whole or not at all, and says what is in it and how it was made."""
 
 import errno
-import hashlib
 import importlib.metadata
 import json
 import platform
@@ -18,9 +17,9 @@ from compress.plan import Plan
 from compress.recipe_file import dump_recipe
 from formats.checkpoint import Checkpoint
 from formats.errors import BitwrightError, ResourceError, UsageError
+from formats.integrity import MANIFEST, sha256, write_manifest_hashes
 
-RECIPE, MANIFEST, LAYERS, EVAL, CARD = "recipe.yaml", "manifest.json", "layers.jsonl", "eval.json", "README.md"
-_VOLATILE = (MANIFEST, LAYERS)  # not hashed: the one holds the hashes, the other timings
+RECIPE, LAYERS, EVAL, CARD = "recipe.yaml", "layers.jsonl", "eval.json", "README.md"
 
 
 class OutputDirectory:
@@ -107,11 +106,6 @@ class LayerLog:
             file.write(json.dumps(record) + "\n")
 
 
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def source_files(checkpoint: Checkpoint) -> list[Path]:
     """The files that make the source what it is: config and weights."""
     if checkpoint.path.is_file():
@@ -144,25 +138,17 @@ def write_report(
         notes=[*plan.notes, *notes],
     )
     (folder / CARD).write_text(card, encoding="utf-8")
-    _write_json(folder / MANIFEST, manifest(folder, plan, checkpoint, command, calibration))
+    _write_json(folder / MANIFEST, _manifest(plan, checkpoint, command, calibration))
+    write_manifest_hashes(folder)
 
 
-def manifest(
-    folder: Path, plan: Plan, checkpoint: Checkpoint, command: str, calibration: CalibrationSet | None
-) -> dict[str, Any]:
-    """Versions, seed and the hashes of source, text and outputs."""
+def _manifest(plan: Plan, checkpoint: Checkpoint, command: str, calibration: CalibrationSet | None) -> dict[str, Any]:
+    """Versions, seed and the hashes of source and text; those of the outputs come after."""
     packages = ("bitwright", "torch", "transformers", "tokenizers", "numpy", "numba", "safetensors", "gguf")
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in _VOLATILE)
     text = None
     if calibration is not None:
-        text = {
-            "source": calibration.source,
-            "sha256": calibration.sha256,
-            "seed": calibration.seed,
-            "samples": calibration.tokens.shape[0],
-            "length": calibration.tokens.shape[1],
-            "generated": calibration.generated,
-        }
+        text = {key: value for key, value in vars(calibration).items() if key != "tokens"}
+        text["samples"], text["length"] = calibration.tokens.shape
     return {
         "command": command,
         "seed": plan.recipe.seed,
@@ -171,7 +157,6 @@ def manifest(
         "calibration": text,
         "container": plan.container.name,
         "bits_per_weight": round(plan.bits_per_weight, 4),
-        "outputs": {str(file.relative_to(folder)): sha256(file) for file in files},
     }
 
 
