@@ -86,12 +86,15 @@ class _Plan:
         return shapes.get(leaf, (inner, hidden))
 
     def part(self, name: str) -> tuple[int, int]:
-        """[out, in] of one device's share; fused members are counted together."""
+        """[out, in] of one device's share."""
         out, n = self.shape(name)
+        rows = name.removesuffix(".weight").endswith(_ROW_PARALLEL)
+        return (out, n // self.parallel) if rows else (out // self.parallel, n)
+
+    def fused_part(self, name: str) -> tuple[int, int]:
+        """[out, in] of one device's share of the matrix that a linear is fused into."""
         group = next((g for g in self.fused() if name in g), [name])
-        if name.removesuffix(".weight").endswith(_ROW_PARALLEL):
-            return out, n // self.parallel
-        return sum(self.shape(member)[0] for member in group) // self.parallel, n
+        return sum(self.part(member)[0] for member in group), self.part(name)[1]
 
     def fused(self) -> list[list[str]]:
         """Weight names, quantised or not, of every fused group that has a quantised member."""
@@ -210,7 +213,7 @@ def _kernels(plan: _Plan) -> Iterator[str]:
         if plan.container == "compressed-tensors" and grid.bits == 8 and not grid.symmetric:
             yield f"no kernel for 8 bits with zero points, {grid} ({names})"
     for name, grid in plan.affine():
-        out, n = plan.part(name)
+        out, n = plan.fused_part(name)
         if (n % 128 or out % 64) and plan.container == "compressed-tensors" and not grid.symmetric:
             shaped.append((name, grid))
     for kind, names in _by_grid(shaped):

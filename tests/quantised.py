@@ -47,6 +47,19 @@ def weight(source: Checkpoint, name: str) -> torch.Tensor:
     return (w.T if transposed(source.arch, name) else w).float().contiguous()
 
 
+def write_model(
+    source: Checkpoint, out: Path, container: str, values: dict[str, QTensor], **options: Any
+) -> dict[str, QTensor]:
+    """Write a model with some tensors quantised, in reverse order."""
+    out.mkdir(parents=True, exist_ok=True)
+    grids = {name: q.grid for name, q in values.items()}
+    writer = CONTAINERS[container]().open_writer(out, source, grids, options)
+    for name in reversed(list(dict.fromkeys([*source.names(), *values]))):
+        writer.write(name, values[name] if name in values else source.read(name))
+    writer.close()
+    return values
+
+
 def write_quantised(
     source: Checkpoint,
     out: Path,
@@ -56,7 +69,7 @@ def write_quantised(
     **options: Any,
 ) -> dict[str, QTensor]:
     """Write a rounded model and return what was written. choose: a grid per weight name, None to leave it in floats."""
-    writes: dict[str, QTensor] = {}
+    values: dict[str, QTensor] = {}
     store = CONTAINERS[container]()
     for name in linears(source):
         spec = choose if isinstance(choose, str) else choose(name)
@@ -64,15 +77,10 @@ def write_quantised(
             w = weight(source, name)
             grid = store.substitute(name, tuple(w.shape), parse_grid(spec))
             g_idx = None
-            if act_order and grid.block:
+            if act_order and grid.block and w.shape[1] > grid.block:
                 g_idx = (torch.arange(w.shape[1]) // grid.block)[torch.randperm(w.shape[1])]
-            writes[name] = random_qtensor(grid, w, g_idx)
-    out.mkdir(parents=True, exist_ok=True)
-    writer = store.open_writer(out, source, {name: q.grid for name, q in writes.items()}, options)
-    for name in reversed(source.names()):
-        writer.write(name, writes.get(name, source.read(name)))
-    writer.close()
-    return writes
+            values[name] = random_qtensor(grid, w, g_idx)
+    return write_model(source, out, container, values, **options)
 
 
 def same(a: QTensor, b: QTensor) -> bool:
@@ -95,13 +103,19 @@ def read_back(out: Path, writes: dict[str, QTensor]) -> None:
             assert model.stored_as(name) == q.grid
 
 
-def decoded(directory: Path, out: Path) -> Path:
-    """A plain float32 directory of the values that a quantised one stands for."""
+def decoded(directory: Path, out: Path, rounded: str | None = None) -> Path:
+    """A plain float32 directory of the values that a quantised one stands for.
+
+    rounded: weights with this in their names are rounded to float16, as some readers do.
+    """
     out.mkdir(parents=True, exist_ok=True)
     with open_checkpoint(directory) as model:
         writer = CONTAINERS["safetensors"]().open_writer(out, model, {}, {"dtype": "float32"})
         for name in model.names():
-            writer.write(name, model.read(name))
+            value = model.read(name)
+            if isinstance(value, QTensor) and rounded is not None and rounded in name:
+                value = value.dequantize(torch.float16).float()
+            writer.write(name, value)
         writer.close()
     return out
 

@@ -89,12 +89,14 @@ class GPTQLayout(Layout):
         else:
             zero = value.params["zero"]
             self.v1 &= bool((zero > 0).all())
-        self._act_order |= value.g_idx is not None
+        natural = column_groups(grid, value.shape[1])
+        g_idx = natural if value.g_idx is None else value.g_idx.int()
+        self._act_order |= not torch.equal(g_idx, natural)
         return {
             "qweight": pack_bits(value.codes, grid.bits).T.contiguous(),
             "qzeros": pack_bits(zero.T.contiguous(), grid.bits),
             "scales": exact_half(scale, name).T.contiguous(),
-            "g_idx": column_groups(grid, value.shape[1]) if value.g_idx is None else value.g_idx.int(),
+            "g_idx": g_idx,
         }
 
     def unpack(self, parts: Parts, shape: tuple[int, int], grid: Grid) -> QTensor:
