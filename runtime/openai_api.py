@@ -3,13 +3,15 @@
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from runtime.requests import Completion, Output
 from runtime.sampling import SamplingParams, TokenLogprob
 
+Int = Annotated[int, BeforeValidator(lambda v: int(v) if isinstance(v, float) and v.is_integer() else v)]
+"""JSON has one kind of number: 5.0 is an integer."""
 Text = Annotated[str, Field(min_length=1)]
-TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+TokenIds = Annotated[list[Annotated[Int, Field(ge=0)]], Field(min_length=1)]
 
 
 _AS_THEY_ARE = {"temperature", "top_p", "top_k", "min_p", "n", "seed", "frequency_penalty", "presence_penalty"} | {
@@ -21,9 +23,9 @@ _AS_THEY_ARE = {"temperature", "top_p", "top_k", "min_p", "n", "seed", "frequenc
 
 
 class Strict(BaseModel):
-    """Unknown fields are refused: an option that does nothing is worse than an error."""
+    """Unknown fields are refused: an option that does nothing is worse than an error. So are "5" and true for 5."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class StreamOptions(Strict):
@@ -36,9 +38,9 @@ class Generation(Strict):
     model: str | None = None
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
-    n: int = Field(1, ge=1)
+    n: Int = Field(1, ge=1)
     stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    seed: Int | None = Field(None, ge=-(2**63), lt=2**63)
     stream: bool = False
     stream_options: StreamOptions | None = None
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
@@ -47,10 +49,10 @@ class Generation(Strict):
         None
     )
     user: str | None = None
-    top_k: int = Field(0, ge=0)
+    top_k: Int = Field(0, ge=0)
     min_p: float = Field(0.0, ge=0, le=1)
-    repetition_penalty: float = Field(1.0, gt=0, le=100)
-    min_tokens: int = Field(0, ge=0)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
+    min_tokens: Int = Field(0, ge=0)
     ignore_eos: bool = False
 
     def sampling(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
@@ -65,8 +67,8 @@ class Generation(Strict):
 
 class CompletionRequest(Generation):
     prompt: Text | TokenIds | Annotated[list[Text | TokenIds], Field(min_length=1)]
-    max_tokens: int = Field(16, ge=1)
-    logprobs: int | None = Field(None, ge=0, le=20)
+    max_tokens: Int = Field(16, ge=1)
+    logprobs: Int | None = Field(None, ge=0, le=20)
 
     def prompts(self) -> "list[str | list[int]]":
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
@@ -92,17 +94,17 @@ class Message(Strict):
 
 class ChatRequest(Generation):
     messages: list[Message] = Field(min_length=1)
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_tokens: Int | None = Field(None, ge=1)
+    max_completion_tokens: Int | None = Field(None, ge=1)
     logprobs: bool = False
-    top_logprobs: int = Field(0, ge=0, le=20)
+    top_logprobs: Int = Field(0, ge=0, le=20)
 
 
 class GenerateRequest(Strict):
     prompt: Text
-    max_tokens: int = Field(64, ge=1)
+    max_tokens: Int = Field(64, ge=1)
     temperature: float = Field(0.0, ge=0, le=2)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    seed: Int | None = Field(None, ge=-(2**63), lt=2**63)
 
 
 class GenerateAnswer(BaseModel):

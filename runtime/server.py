@@ -320,13 +320,15 @@ def _add_endpoints(app: FastAPI, service: Service) -> None:
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/completions", response_model=None)
+    streams: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
+
+    @app.post("/v1/completions", response_model=None, responses=streams)
     async def completions(request: CompletionRequest, http: Request) -> Any:
         prompts = [await service.encode(p) if isinstance(p, str) else p for p in request.prompts()]
         params = [request.sampling(service.room(p, request.max_tokens), request.logprobs) for p in prompts]
         return await service.answer(http, request, prompts, params, Style(service.decode))
 
-    @app.post("/v1/chat/completions", response_model=None)
+    @app.post("/v1/chat/completions", response_model=None, responses=streams)
     async def chat(request: ChatRequest, http: Request) -> Any:
         prompt = await service.encode_chat(request)
         longest = service.room(prompt, request.max_completion_tokens or request.max_tokens)

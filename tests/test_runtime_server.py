@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import json
+import shutil
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -319,13 +321,22 @@ def test_the_schema_is_complete(served: tuple[str, Engine]) -> None:
 
 
 @pytest.mark.slow
-def test_schemathesis_finds_nothing(tiny_model: Callable[..., Path]) -> None:
-    schemathesis = pytest.importorskip("schemathesis")
-    import subprocess
-    import sys
+def test_schemathesis_finds_nothing(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """Needs the `schemathesis` command, from whatever environment, on the PATH.
 
-    assert schemathesis
+    One check is left out: that what the schema allows is accepted. Prompts that are longer than the model's positions,
+    or tokens outside its vocabulary, are refused by rules that no schema can state.
+    """
+    command = shutil.which("schemathesis")
+    if command is None:
+        pytest.skip("schemathesis is not installed")
     with running(create_app(make_engine(tiny_model("llama")), "tiny")) as address:
-        command = [sys.executable, "-m", "schemathesis.cli", "run", f"{address}/openapi.json", "--max-examples", "50"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        options = ["--max-examples", "50", "--exclude-checks", "positive_data_acceptance"]
+        done = subprocess.run(
+            [command, "run", f"{address}/openapi.json", *options],
+            capture_output=True,
+            text=True,
+            timeout=600,
+            cwd=tmp_path,
+        )
         assert done.returncode == 0, done.stdout[-3000:]
