@@ -1,54 +1,31 @@
 """Several compressed models in one table and one picture: size against what was lost."""
 
 import json
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from compress.inspect import inspect_model
 from compress.plots import Point, size_quality
 from compress.report import EVAL
-from formats.checkpoint import Checkpoint
 from formats.containers import open_checkpoint
 from formats.errors import UsageError
-from formats.qtensor import Grid
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One model: bytes of tensor data, over how many weights, and what `evaluate` found (or eval.json says)."""
+    """One model: bytes of tensor data, bits per weight (tied ones counted once), and what `evaluate` found."""
 
     name: str
     container: str
     nbytes: int
-    weights: int
+    bits_per_weight: float
     evaluation: dict[str, Any]
 
-    @property
-    def bits_per_weight(self) -> float:
-        return 8 * self.nbytes / self.weights
-
     def summary(self) -> dict[str, Any]:
-        size = {"bytes": self.nbytes, "bits_per_weight": round(self.bits_per_weight, 4)}
+        size = {"bytes": self.nbytes, "bits_per_weight": self.bits_per_weight}
         return {"name": self.name, "container": self.container} | size | self.evaluation
-
-
-def stored_size(checkpoint: Checkpoint) -> tuple[int, int]:
-    """(bytes of tensor data, number of weights), tied weights counted once."""
-    bits, weights = 0.0, 0
-    for name in checkpoint.names():
-        shape, stored = checkpoint.shape(name), checkpoint.stored_as(name)
-        count = math.prod(shape)
-        bits += count * (stored.bits_per_weight(shape[-1]) if isinstance(stored, Grid) else _float_bits(stored))
-        weights += count
-    return round(bits / 8), weights
-
-
-def _float_bits(dtype: str) -> int:
-    return int(torch.finfo(getattr(torch, dtype)).bits)
 
 
 def gather(models: Iterable[Path], evaluate: Callable[[Path], dict[str, Any]] | None = None) -> list[Entry]:
@@ -59,10 +36,9 @@ def gather(models: Iterable[Path], evaluate: Callable[[Path], dict[str, Any]] | 
     entries = []
     for path in models:
         with open_checkpoint(path) as checkpoint:
-            nbytes, weights = stored_size(checkpoint)
-            container = checkpoint.container
+            facts = inspect_model(checkpoint)
         found = evaluate(path) if evaluate else _recorded(path)
-        entries.append(Entry(_short_name(path), container, nbytes, weights, found))
+        entries.append(Entry(_short_name(path), facts["container"], facts["bytes"], facts["bits_per_weight"], found))
     if len({(e.evaluation.get("windows_sha256"), round(e.evaluation["ref_ppl"], 3)) for e in entries}) > 1:
         raise UsageError(
             "the recorded evaluations used different texts or references",
@@ -88,24 +64,23 @@ def _short_name(path: Path) -> str:
 
 
 HEADER = ("model", "container", "MB", "bits/weight", "KLD", "+-", "ppl", "+-", "ppl ratio", "top-1 %")
+_MEASURED = (
+    *(("kld", 1, 4), ("kld_stderr", 1, 4), ("ppl", 1, 2), ("ppl_stderr", 1, 2)),
+    *(("ppl_ratio", 1, 4), ("top1", 100, 1)),
+)  # (key, scale, digits) of HEADER's columns from the fifth on
 
 
 def table(entries: Sequence[Entry]) -> list[tuple[str, ...]]:
     """Rows for HEADER, smallest file first."""
     return [
         (
-            entry.name,
-            entry.container,
-            f"{entry.nbytes / 1e6:.1f}",
-            f"{entry.bits_per_weight:.2f}",
-            f"{entry.evaluation['kld']:.4f}",
-            f"{entry.evaluation['kld_stderr']:.4f}",
-            f"{entry.evaluation['ppl']:.2f}",
-            f"{entry.evaluation['ppl_stderr']:.2f}",
-            f"{entry.evaluation['ppl_ratio']:.4f}",
-            f"{entry.evaluation['top1'] * 100:.1f}",
+            e.name,
+            e.container,
+            f"{e.nbytes / 1e6:.1f}",
+            f"{e.bits_per_weight:.2f}",
+            *(f"{e.evaluation[key] * scale:.{digits}f}" for key, scale, digits in _MEASURED),
         )
-        for entry in entries
+        for e in entries
     ]
 
 
