@@ -214,6 +214,87 @@ def inspect(
         show_model(facts, condensed(facts["tensors"]))
 
 
+@app.command()
+def compare(
+    models: Annotated[list[Path], typer.Argument(help="output directories, or any model files", metavar="MODEL...")],
+    against: Annotated[str | None, typer.Option(help="measure them all now, against this model")] = None,
+    text: Annotated[Path | None, typer.Option(help="on this plain text file")] = None,
+    length: Annotated[int, typer.Option(help="tokens per window", min=4)] = 512,
+    chunks: Annotated[int, typer.Option(help="windows", min=1)] = 20,
+    plot: Annotated[Path | None, typer.Option(help="write PLOT.png and PLOT.svg: size against loss")] = None,
+    output: FormatOption = Format.human,
+) -> None:
+    """Print one table of sizes and losses: as runs recorded them or, with --against and --text, measured now."""
+    from tempfile import TemporaryDirectory
+
+    from compress.compare import HEADER, gather, table
+    from compress.compare import plot as draw
+    from compress.show import show_json, show_table
+    from runtime.evaluate.run import evaluate as measure
+
+    if (against is None) != (text is None):
+        raise UsageError("--against and --text go together")
+    with TemporaryDirectory() as cache:
+        options: dict[str, Any] = {"against": against, "text": text, "length": length, "chunks": chunks, "cache": cache}
+        entries = gather(models, (lambda path: measure(path, **options)) if text else None)
+    if plot is not None:
+        draw(entries, plot)
+    if output == Format.json:
+        show_json([entry.summary() for entry in entries])
+    else:
+        show_table(HEADER, table(entries))
+
+
+@app.command()
+def profile(
+    log: Annotated[Path, typer.Argument(help="JSON lines: prompt_tokens (or their ids), output_tokens")],
+    model: Annotated[str, typer.Option(help="served by this model: directory, .gguf file or hub id")],
+    memory: Annotated[str, typer.Option(help="for the KV cache, e.g. 8GB")] = "8GB",
+    kv_dtype: Annotated[str, typer.Option(help="float32, float16, bfloat16 or int8")] = "float16",
+    acceptance: Annotated[float | None, typer.Option(help="measured share of a draft's guesses accepted")] = None,
+    guesses: Annotated[int, typer.Option(help="tokens that a draft guesses at once")] = 4,
+    draft_cost: Annotated[float, typer.Option(help="time of a draft's step over the model's")] = 0.1,
+    output: FormatOption = Format.human,
+) -> None:
+    """Report what a log of requests needs: lengths, KV memory by policy, gains from caching and drafts."""
+    from compress.recipe import parse_size
+    from compress.show import show_json, show_table
+    from runtime.profile import profile as profile_log
+    from runtime.profile import rows
+
+    options: dict[str, Any] = {"acceptance": acceptance, "guesses": guesses, "draft_cost": draft_cost}
+    try:
+        result = profile_log(log, model, memory=parse_size(memory), kv_dtype=kv_dtype, **options)
+    except ValueError as error:
+        raise UsageError(str(error), where="--memory") from None
+    if output == Format.json:
+        show_json(result)
+    else:
+        show_table(("", ""), rows(result))
+
+
+@app.command()
+def serve(
+    model: ModelArgument,
+    host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="port to listen on", min=1, max=65535)] = 8000,
+    name: Annotated[str | None, typer.Option(help="the model's name for clients")] = None,
+    api_key: Annotated[str | None, typer.Option(help="demand this key", envvar="BITWRIGHT_API_KEY")] = None,
+    kv_tokens: Annotated[int, typer.Option(help="size of the KV cache", min=16)] = 16384,
+    kv_dtype: Annotated[str, typer.Option(help="of the KV cache: float32, float16, bfloat16 or int8")] = "float16",
+    draft: Annotated[str | None, typer.Option(help='a smaller model with the same vocabulary, or "ngram"')] = None,
+    kernel: Annotated[str, typer.Option(help="how packed weights are multiplied")] = "auto",
+    device: DeviceOption = "auto",
+) -> None:
+    """Serve MODEL over HTTP with OpenAI's interface."""
+    try:
+        from runtime.server import serve_model
+    except ModuleNotFoundError as error:
+        raise UsageError(f"the server needs {error.name}", how_to_fix="pip install 'bitwright[serve]'") from error
+    options: dict[str, Any] = {"kv_tokens": kv_tokens, "kv_dtype": kv_dtype, "draft": draft, "kernel": kernel}
+    serve_model(model, host, port, name=name, api_key=api_key, device=_device(device), **options)
+
+
 class Listable(StrEnum):
     recipes = "recipes"
     algorithms = "algorithms"

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -23,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from formats.errors import BitwrightError, UsageError
 from runtime.engine import Engine
 from runtime.engine_thread import Busy, EngineThread, StatsCollector, Stopped, Ticket
+from runtime.model import load_model
 from runtime.openai_api import (
     ChatRequest,
     ChatStyle,
@@ -347,8 +349,31 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         return GenerateAnswer(generated_text=text)
 
 
-def serve(app: FastAPI, host: str = "127.0.0.1", port: int = 8000, grace: int = 30) -> None:
-    """Serve until SIGINT or SIGTERM; then requests under way have `grace` seconds to end."""
+def serve_model(
+    model: str | Path,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    *,
+    name: str | None = None,
+    api_key: str | None = None,
+    kv_tokens: int = 16384,
+    kv_dtype: str = "float16",
+    draft: str | None = None,
+    kernel: str = "auto",
+    device: str = "cpu",
+    grace: int = 30,
+) -> None:
+    """Load a model and serve it until SIGINT or SIGTERM; then requests under way have `grace` seconds to end.
+
+    name: for clients, by default the file's or directory's. draft: a model of the same vocabulary, or "ngram".
+    """
     import uvicorn
 
+    loaded = load_model(model, kernel=kernel, device=device)
+    guesser: Any = draft if draft in (None, "ngram") else load_model(draft, kernel=kernel, device=device)
+    engine = Engine(loaded, loaded.tokenizer, kv_tokens=kv_tokens, kv_dtype=kv_dtype, draft=guesser)
+    app = create_app(engine, name or loaded.path.resolve().stem, api_key=api_key)
+    if host not in ("127.0.0.1", "::1", "localhost") and api_key is None:
+        print(f"warning: {host} can be reached by others, and no API key is asked for", file=sys.stderr)
+    print(f"serving {loaded.path} on http://{host}:{port} (/docs describes the interface)", file=sys.stderr)
     uvicorn.run(app, host=host, port=port, timeout_graceful_shutdown=grace, log_level="warning")

@@ -3,6 +3,7 @@
 Importing this module registers the model "bitwright", also for `lm_eval --model bitwright`.
 """
 
+import json
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from lm_eval.utils import get_rolling_token_windows, handle_non_serializable, make_disjoint_window
 
 from formats.errors import UsageError
 from runtime.engine import Engine
@@ -187,4 +188,5 @@ def run_tasks(
         log_samples=False,
     )
     assert results is not None, "lm-eval answers None only on other ranks"
-    return dict(results)
+    plain: dict[str, Any] = json.loads(json.dumps(results, default=handle_non_serializable))
+    return plain
