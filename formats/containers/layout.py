@@ -110,11 +110,16 @@ class Parts:
             raise DataError(f'"{self.module}.{suffix}" is missing or has shape {list(shape)}', where=self.where())
         return shape
 
-    def scales(self, suffix: str) -> Tensor:
-        """Scales in fp16 when that is exact, else as they are stored. DataError when one is not finite."""
-        scale = self[suffix]
-        if not scale.isfinite().all():
+    def finite(self, suffix: str) -> Tensor:
+        """A part; DataError when an element is not finite."""
+        tensor = self[suffix]
+        if not tensor.isfinite().all():
             raise DataError(f'"{self.module}.{suffix}" is not finite', where=self.where())
+        return tensor
+
+    def scales(self, suffix: str) -> Tensor:
+        """Scales in fp16 when that is exact, else as they are stored."""
+        scale = self.finite(suffix)
         half = scale.half()
         return half if torch.equal(half.float(), scale.float()) else scale
 
@@ -137,6 +142,12 @@ class Layout(ABC):
     marker: str  # suffix whose presence means that a module is quantised
     suffixes: tuple[str, ...]  # all suffixes that belong to a quantised matrix
     optional: tuple[str, ...] = ()  # those that foreign files may lack
+
+    @staticmethod
+    def split(stored: str) -> tuple[str, str]:
+        """Module and suffix of a stored name."""
+        module, _, suffix = stored.rpartition(".")
+        return module, suffix
 
     @abstractmethod
     def describe(self, parts: Parts) -> tuple[Grid, tuple[int, int]]:

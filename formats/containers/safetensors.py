@@ -53,8 +53,9 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def _find_tensors(self) -> None:
         modules: dict[str, list[str]] = {}
+        split = (self._layout or Layout).split
         for stored in self._shards:
-            module, _, suffix = stored.rpartition(".")
+            module, suffix = split(stored)
             modules.setdefault(module, []).append(suffix)
         prefix = self._missing_prefix(modules)
         for module, suffixes in modules.items():
@@ -117,7 +118,8 @@ class SafetensorsCheckpoint(Checkpoint):
         if name in self._quantised:
             assert self._layout is not None
             grid, shape, parts = self._quantised[name]
-            return self._layout.unpack(parts, shape, grid)
+            with understood(self.path):
+                return self._layout.unpack(parts, shape, grid)
         return self._shards.read(self._stored[name])
 
     def save_tokenizer(self, out: Path) -> None:
@@ -145,7 +147,7 @@ class SafetensorsWriter(Writer):
         layout: Layout | None = None,
     ) -> None:
         self.out, self.source, self.grids, self.layout = out, source, dict(grids), layout
-        self._dtype = self._float_dtype(options.get("dtype"))
+        self.dtype = self._float_dtype(options.get("dtype"))
         self._expected = self._planned()
         self.files = ShardWriter(out, self._expected.values(), int(options.get("shard_size") or 0))
 
@@ -186,9 +188,9 @@ class SafetensorsWriter(Writer):
     def _dtype_of(self, name: str) -> torch.dtype:
         stored = self.source.stored_as(name)
         if isinstance(stored, Grid):
-            return self._dtype or torch.float16
+            return self.dtype or torch.float16
         dtype: torch.dtype = getattr(torch, stored)
-        return self._dtype if self._dtype and dtype.is_floating_point else dtype
+        return self.dtype if self.dtype and dtype.is_floating_point else dtype
 
     def write(self, name: str, value: Tensor | QTensor) -> None:
         expected = self._expected.pop(name)  # KeyError: a caller's fault, unknown or written twice
@@ -232,9 +234,9 @@ class SafetensorsWriter(Writer):
     def close(self) -> None:
         assert not self._expected, f"not written: {sorted(self._expected)[:5]}"
         config = dict(self.source.config)
-        if self._dtype:
+        if self.dtype:
             config.pop("torch_dtype", None)
-            config["dtype"] = str(self._dtype).removeprefix("torch.")
+            config["dtype"] = str(self.dtype).removeprefix("torch.")
         if f"{self.source.arch.head}.weight" in self.grids:
             config["tie_word_embeddings"] = False
         quantization = self.quantization_config()

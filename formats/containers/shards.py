@@ -210,7 +210,8 @@ class ShardWriter:
     def store(self, name: str, tensor: Tensor) -> None:
         slot = self._slots[name]
         assert (tensor.dtype, tuple(tensor.shape)) == (slot.dtype, slot.shape), f"{name}: {tensor.dtype} {tensor.shape}"
-        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        # as_strided, since a tensor of one element counts as contiguous whatever its stride, and view would refuse it.
+        flat = tensor.detach().cpu().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         data = memoryview(flat.numpy().data)
         done = 0
         while done < len(data):  # one call moves at most 2 GiB
