@@ -28,6 +28,33 @@ class Columns:
     zero: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Factor:
+    """Parameters in which a grid's values are linear: `value = scale * (..) + minimum * (..)` over `width` columns.
+
+    scale, minimum  names in Params, whose trailing dims flatten to [out, groups]; minimum None: there is none
+    scale_range, minimum_range  the integers they may be, or None where they are fp16
+    """
+
+    width: int | None
+    scale: str
+    minimum: str | None = None
+    scale_range: tuple[int, int] | None = None
+    minimum_range: tuple[int, int] | None = None
+
+    def store_scale(self, scale: Tensor) -> Tensor:
+        return self._store(scale, self.scale_range)
+
+    def store_minimum(self, minimum: Tensor) -> Tensor:
+        return self._store(minimum, self.minimum_range)
+
+    @staticmethod
+    def _store(x: Tensor, integers: tuple[int, int] | None) -> Tensor:
+        if integers is None:
+            return x.clamp(-65504, 65504).half().float()
+        return x.round().clamp(*integers)
+
+
 class Grid(ABC):
     """A number format. All knowledge of scales, zero points, super-blocks and codebooks lives in its subclasses.
 
@@ -35,11 +62,14 @@ class Grid(ABC):
     block       columns that share a set of parameters (256 for K-quants, the group size for affine grids);
                 None when one set covers a whole row
     level_table float32 [levels]: the value of each code before scale, zero and offset
+    factors     parameters in which values are linear, finest first; empty where refinement has nothing to hold on to
     """
 
     name: str
     block: int | None
     level_table: Tensor
+    factors: tuple[Factor, ...] = ()
+    minimum_sign = 1.0  # whether minima are added or subtracted
 
     @abstractmethod
     def bits_per_weight(self, in_features: int) -> float:
@@ -63,6 +93,24 @@ class Grid(ABC):
     @abstractmethod
     def columns(self, params: Params, n: int) -> Columns:
         """The values allowed in each of n columns, in the arithmetic of the format's published dequantiser."""
+
+    def derivatives(self, factor: Factor, codes: Tensor, params: Params) -> tuple[Tensor, Tensor | None]:
+        """(d value / d scale, d value / d minimum or None) of a factor, float32 [out, n] each."""
+
+        def spread(name: str, width: int | None) -> Tensor:
+            n = codes.shape[1]
+            return params[name].flatten(1).float().repeat_interleave(width or n, dim=1)[:, :n]
+
+        by_scale = self._level(codes)
+        if "zero" in params:
+            by_scale = by_scale - spread("zero", self.block)
+        by_minimum = None if factor.minimum is None else torch.full_like(by_scale, self.minimum_sign)
+        for other in self.factors:
+            if other is not factor:
+                by_scale = by_scale * spread(other.scale, other.width)
+                if by_minimum is not None and other.minimum is not None:
+                    by_minimum = by_minimum * spread(other.minimum, other.width)
+        return by_scale, by_minimum
 
     def encode(self, w: Tensor, params: Params) -> Tensor:
         """Nearest codes, uint8 [out, n]."""

@@ -1,15 +1,10 @@
 """The grids of GGUF against its published dequantisers, bit for bit, and against ggml's own quantisers."""
 
-import ctypes
-import importlib.util
-from collections.abc import Callable
-from pathlib import Path
-
 import gguf
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from ggml import Ggml, bundled_library
 
 from formats.containers.gguf_blocks import pack_blocks
 from formats.grids import parse_grid
@@ -65,40 +60,17 @@ def test_bits_per_weight_is_the_size_of_the_file(name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def ggml() -> Callable[[str, Tensor, Tensor | None], Tensor]:
-    """ggml's quantiser from the bundled library: (type, w, importance [n]) -> dequantised values."""
-    spec = importlib.util.find_spec("ik_llama_cpp")
-    if spec is None or spec.origin is None:
+def ggml() -> Ggml:
+    path = bundled_library()
+    if path is None:
         pytest.skip("ik-llama-cpp-python is not installed")
-    library = ctypes.CDLL(str(Path(spec.origin).parent / "lib" / "libggml.so"))
-
-    class InitParams(ctypes.Structure):
-        _fields_ = [("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool)]
-
-    library.ggml_init.argtypes, library.ggml_init.restype = [InitParams], ctypes.c_void_p
-    library.ggml_init(InitParams(1 << 20, None, False))  # fills the fp16 tables
-    library.ggml_quantize_chunk.restype = ctypes.c_size_t
-    library.ggml_quantize_chunk.argtypes = [
-        ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p
-    ]  # fmt: skip
-
-    def quantize(name: str, w: Tensor, importance: Tensor | None) -> Tensor:
-        kind = gguf.GGMLQuantizationType[name.upper()]
-        width, size = gguf.GGML_QUANT_SIZES[kind]
-        stored = np.zeros((len(w), w.shape[1] // width * size), dtype=np.uint8)
-        weight = None if importance is None else importance.data_ptr()
-        library.ggml_quantize_chunk(int(kind), w.data_ptr(), stored.ctypes.data, 0, *w.shape, weight)
-        return torch.from_numpy(gguf.quants.dequantize(stored, kind))
-
-    return quantize
+    return Ggml(path)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("kind", ["gaussian", "heavy", "outlier"])
 @pytest.mark.parametrize("name", GRIDS)
-def test_fit_beats_ggml(
-    ggml: Callable[[str, Tensor, Tensor | None], Tensor], name: str, kind: str, weighted: bool
-) -> None:
+def test_fit_beats_ggml(ggml: Ggml, name: str, kind: str, weighted: bool) -> None:
     torch.manual_seed(0)
     w = torch.randn(48, 512) * 0.02
     if kind == "heavy":
@@ -110,5 +82,5 @@ def test_fit_beats_ggml(
     params = grid.fit(w, importance if weighted else None)
     weight = importance if weighted else torch.ones(512)
     ours = ((grid.decode(grid.encode(w, params), params) - w) ** 2 * weight).sum()
-    theirs = ((ggml(name, w, importance if weighted else None) - w) ** 2 * weight).sum()
+    theirs = ((ggml.quantize(name, w, importance if weighted else None) - w) ** 2 * weight).sum()
     assert ours < theirs

@@ -17,7 +17,7 @@ from formats.grids.search import (
     scale_squares,
     search_scale_minimum,
 )
-from formats.qtensor import Columns, IntegerLevels, Params
+from formats.qtensor import Columns, Factor, IntegerLevels, Params
 
 
 def _expand(param: Tensor, block: int | None, n: int) -> Tensor:
@@ -43,7 +43,7 @@ def _fit_asymmetric(x: Tensor, weight: Tensor, bits: int) -> Params:
     plain = half((high - low) / top)
     plain_zero = (-low * inverse(plain)).round().clamp(0, top)
     scale, zero, gain = torch.zeros_like(low), plain_zero, torch.zeros_like(low)
-    for start, end in clip_ranges(low, high, mean, spread, bits, 9):
+    for start, end in clip_ranges(low, high, mean, spread, bits):
         step = (end - start).clamp(min=0) / top
         candidate = (-start * inverse(step)).round().clamp(0, top)
         products, squares = scale_squares(x, weight, levels(step, candidate))
@@ -92,6 +92,7 @@ class AffineGrid(IntegerLevels):
             f"int{bits}-{shape}{'-sym' if symmetric else ''}", group_size, bits, -(1 << bits - 1) if symmetric else 0
         )
         self.symmetric = symmetric
+        self.factors = (Factor(group_size, "scale"),)
 
     def bits_per_weight(self, in_features: int) -> float:
         groups = -(-in_features // (self.block or in_features))
@@ -120,6 +121,8 @@ class AffineGrid(IntegerLevels):
 class ScaleBlock(IntegerLevels):
     """GGUF's q4_0, q5_0, q8_0: 32 weights share an fp16 scale of either sign. params: scale fp16 [out, blocks]."""
 
+    factors = (Factor(32, "scale"),)
+
     def bits_per_weight(self, in_features: int) -> float:
         return self.bits + 16 / 32
 
@@ -141,6 +144,8 @@ class ScaleBlock(IntegerLevels):
 
 class ScaleMinBlock(IntegerLevels):
     """GGUF's q4_1, q5_1: `scale * code + minimum`. params: scale, minimum fp16 [out, blocks]."""
+
+    factors = (Factor(32, "scale", "minimum"),)
 
     def bits_per_weight(self, in_features: int) -> float:
         return self.bits + 32 / 32

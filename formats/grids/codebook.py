@@ -16,7 +16,7 @@ from formats.grids.search import (
     scale_squares,
     search_scale,
 )
-from formats.qtensor import Columns, Grid, Params
+from formats.qtensor import Columns, Factor, Grid, Params
 
 _CELLS = 4096
 
@@ -44,6 +44,8 @@ class Codebook(Grid):
 class ScaleCodebook(Codebook):
     """iq4_nl: 32 weights share an fp16 scale of either sign. params: scale fp16 [out, blocks]."""
 
+    factors = (Factor(32, "scale"),)
+
     def bits_per_weight(self, in_features: int) -> float:
         return 4 + 16 / 32
 
@@ -68,6 +70,8 @@ class SubScaleCodebook(Codebook):
 
     params: scale fp16 [out, superblocks]; sub_scale int8 [out, superblocks, 8], -32..31.
     """
+
+    factors = (Factor(32, "sub_scale", scale_range=(-32, 31)), Factor(SUPER, "scale"))
 
     def bits_per_weight(self, in_features: int) -> float:
         return 4 + (8 * 6 + 16) / SUPER
@@ -189,25 +193,11 @@ class ExponentCodebook(Codebook):
 _IQ4 = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
 IQ4_NL = ScaleCodebook("iq4_nl", 32, _IQ4)
 IQ4_XS = SubScaleCodebook("iq4_xs", SUPER, _IQ4)
-NF4 = NestedCodebook(
-    "nf4",
-    [
-        -1.0,
-        -0.6961928009986877,
-        -0.5250730514526367,
-        -0.39491748809814453,
-        -0.28444138169288635,
-        -0.18477343022823334,
-        -0.09105003625154495,
-        0.0,
-        0.07958029955625534,
-        0.16093020141124725,
-        0.24611230194568634,
-        0.33791524171829224,
-        0.44070982933044434,
-        0.5626170039176941,
-        0.7229568362236023,
-        1.0,
-    ],
-)
+# fmt: off
+NF4 = NestedCodebook("nf4", [
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+])
+# fmt: on
 MXFP4 = ExponentCodebook("mxfp4", 32, [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12])

@@ -3,6 +3,8 @@
 The bytes are laid out in llama.cpp's ggml-common.h; here codes and parameters are unpacked, see each class.
 """
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -20,7 +22,7 @@ from formats.grids.search import (
     search_scale_minimum,
     signed_peak,
 )
-from formats.qtensor import Columns, IntegerLevels, Params
+from formats.qtensor import Columns, Factor, IntegerLevels, Params
 
 SUPER = 256
 
@@ -37,9 +39,16 @@ class SubScaleMinBlock(IntegerLevels):
     params: scale, minimum fp16 [out, superblocks]; sub_scale, sub_minimum uint8 [out, superblocks, subs], 0..sub_top.
     """
 
+    minimum_sign = -1.0
+
     def __init__(self, name: str, bits: int, subs: int, sub_bits: int) -> None:
         super().__init__(name, SUPER, bits)
         self.subs, self.sub_bits, self.sub_top = subs, sub_bits, (1 << sub_bits) - 1
+        integers = (0, self.sub_top)
+        self.factors = (
+            Factor(SUPER // subs, "sub_scale", "sub_minimum", integers, integers),
+            Factor(SUPER, "scale", "minimum"),
+        )
 
     def bits_per_weight(self, in_features: int) -> float:
         return self.bits + (2 * self.sub_bits * self.subs + 2 * 16) / SUPER
@@ -56,9 +65,10 @@ class SubScaleMinBlock(IntegerLevels):
         search = _SuperScaleMin(self, x, weight)
         scale, minimum = search_scale_minimum(search.x, search.weight, self.bits, lowered=True)
         largest, deepest = scale.amax(0), -minimum.amin(0)
-        places = (1.0, 0.93, 0.86) if self.sub_bits > 4 else (1.05, 0.98, 0.92, 0.86, 0.8)
-        starts = [(half(largest * i / self.sub_top), half(deepest * j / self.sub_top)) for i in places for j in places]
-        state, _ = best_of((search.improve(*search.start(d, dm, scale, minimum)) for d, dm in starts), search.error)
+        # with few bits it pays to clip the largest sub-scale, and more so the deepest minimum
+        places = itertools.product(*(((1, 0.87, 0.75), (1, 0.8, 0.6)) if self.sub_bits == 4 else ((1, 0.98),) * 2))
+        starts = [(half(largest * i / self.sub_top), half(deepest * j / self.sub_top)) for i, j in places]
+        state, _ = best_of((search.settle(d, dm, scale, minimum) for d, dm in starts), search.error)
         state, _ = best_of(search.descend(*state), search.error)
         return search.params(*state)
 
@@ -97,8 +107,10 @@ class _SuperScaleMin:
     def integer(self, t: Tensor) -> Tensor:
         return t.round().clamp(0, self.grid.sub_top)
 
-    def start(self, d: Tensor, dm: Tensor, scale: Tensor, minimum: Tensor) -> tuple[Tensor, ...]:
-        return d, dm, self.integer(scale * inverse(d)), self.integer(-minimum * inverse(dm))
+    def settle(self, d: Tensor, dm: Tensor, scale: Tensor, minimum: Tensor) -> tuple[Tensor, ...]:
+        """From real scales and minima [subs, N] to a state, improved twice."""
+        start = d, dm, self.integer(scale * inverse(d)), self.integer(-minimum * inverse(dm))
+        return self.improve(*self.improve(*start))
 
     def sub_errors(self, d: Tensor, dm: Tensor, sub: Tensor, low: Tensor) -> Tensor:
         return self.squares.error(d * sub, -(dm * low), self.top)
@@ -223,6 +235,8 @@ class SubScaleBlock(IntegerLevels):
     def __init__(self, name: str, bits: int, sub_bits: int) -> None:
         super().__init__(name, SUPER, bits, -(1 << bits - 1))
         self.sub_bits = sub_bits
+        integers = (-(1 << sub_bits - 1), (1 << sub_bits - 1) - 1)
+        self.factors = (Factor(16, "sub_scale", scale_range=integers), Factor(SUPER, "scale"))
 
     def bits_per_weight(self, in_features: int) -> float:
         return self.bits + (self.sub_bits * 16 + 16) / SUPER

@@ -132,9 +132,7 @@ def scale_error(x: Tensor, weight: Tensor, snap: Snap, scale: Tensor) -> Tensor:
     return residual.square_().mul_(weight).sum(-2)
 
 
-def search_scale(
-    x: Tensor, weight: Tensor, snap: Snap, ends: tuple[float, float], bits: int, signed: bool, steps: int = 32
-) -> Tensor:
+def search_scale(x: Tensor, weight: Tensor, snap: Snap, ends: tuple[float, float], bits: int, signed: bool) -> Tensor:
     """The scale of x ~ scale * level, float32 [..., N], before rounding to the format's precision.
 
     Candidates run geometrically from just above the one that maps the largest weight to the end of the levels down to
@@ -149,7 +147,7 @@ def search_scale(
     best, gain = torch.zeros_like(peak), torch.zeros_like(peak)
     for end in (natural, ends[0] + ends[1] - natural) if signed else (natural,):
         base = end * inverse(peak)
-        for t in torch.linspace(0, 1, steps).tolist():
+        for t in torch.linspace(0, 1, 32).tolist():
             factor = base * ((1 - margin) ** (1 - t) * tightest**t)
             products, squares = scale_squares(x, weight, snap(x * factor.unsqueeze(-2)))
             candidate = ratio(products, squares)
@@ -228,21 +226,19 @@ class MinimumSquares:
         return residual.square_().mul_(self.weight).sum(-2)
 
 
-def clip_ranges(low: Tensor, high: Tensor, mean: Tensor, spread: Tensor, bits: int, steps: int) -> Iterable[Tensor]:
+def clip_ranges(low: Tensor, high: Tensor, mean: Tensor, spread: Tensor, bits: int) -> Iterable[Tensor]:
     """Candidate ranges (low, high), stacked [2, ..., N]: each end moves on its own from a little outside the block's
     extreme to where a normal distribution of that spread would be clipped, one step of the grid at least."""
     step = 1.6 * (high - low) / ((1 << bits) - 1)
     limit = 0.55 * reach(bits) * spread
     rise, fall = torch.maximum(mean - limit - low, step), torch.maximum(high - mean - limit, step)
-    places = torch.linspace(-0.5, 1, steps).tolist()
+    places = torch.linspace(-0.5, 1, min(bits, 5) + 5).tolist()
     for i in places:
         for j in places:
             yield torch.stack([low + i * rise, high - j * fall])
 
 
-def search_scale_minimum(
-    x: Tensor, weight: Tensor, bits: int, lowered: bool = False, steps: int = 9
-) -> tuple[Tensor, Tensor]:
+def search_scale_minimum(x: Tensor, weight: Tensor, bits: int, lowered: bool = False) -> tuple[Tensor, Tensor]:
     """The (scale, minimum) of x ~ scale * code + minimum, codes 0..2^bits-1, before rounding to stored precision."""
     top = (1 << bits) - 1
     squares = MinimumSquares(x, weight, lowered)
@@ -251,7 +247,7 @@ def search_scale_minimum(
         low, high = low.clamp(max=0), high.clamp(min=0)
     scale, minimum = torch.zeros_like(low), squares.mean.clamp(max=0) if lowered else squares.mean
     gain = -((minimum - squares.mean) ** 2) * squares.total
-    ranges = clip_ranges(low, high, squares.mean, squares.spread(), bits, steps)
+    ranges = clip_ranges(low, high, squares.mean, squares.spread(), bits)
     for bounds in itertools.chain(ranges, (None,) * 2):  # None: start again from the best so far
         start, step = (minimum, scale) if bounds is None else (bounds[0], (bounds[1] - bounds[0]).clamp(min=0) / top)
         s, m, g = squares.solve(squares.codes(step, start, top))
