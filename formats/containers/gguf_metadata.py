@@ -7,6 +7,7 @@ silently compute otherwise are refused.
 
 import re
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any
 
 import gguf
@@ -67,7 +68,8 @@ def hf_config(config: Mapping[str, Any]) -> Any:
     """transformers' config object: defaults filled in, rotary parameters in today's form."""
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(**{k: v for k, v in config.items() if k != "quantization_config"})
+    kept = {k: v for k, v in config.items() if k != "quantization_config"}
+    return AutoConfig.for_model(**deepcopy(kept))  # it writes into nested dicts
 
 
 def add_hyperparameters(header: gguf.GGUFWriter, config: Mapping[str, Any], arch: Arch) -> None:
