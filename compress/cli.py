@@ -29,6 +29,12 @@ class Format(StrEnum):
     json = "json"
 
 
+def _size(text: Any) -> int:
+    from compress.recipe import parse_size
+
+    return int(parse_size(text))
+
+
 RecipeArgument = Annotated[str, typer.Argument(help="recipe file, or a shipped recipe's name", metavar="RECIPE")]
 ModelArgument = Annotated[str, typer.Argument(help="directory, .gguf file or hub id", metavar="MODEL")]
 SetOption = Annotated[
@@ -121,16 +127,15 @@ def convert(
     out: OutOption,
     container: Annotated[str, typer.Option("--format", help="gguf, gptq, awq, compressed-tensors or safetensors")],
     dtype: Annotated[str | None, typer.Option(help="of float tensors: float32, bfloat16 or float16")] = None,
-    shard_size: Annotated[str, typer.Option(help="largest file, e.g. 5GB")] = "5GB",
+    shard_size: Annotated[int, typer.Option(help="largest file, e.g. 5GB", parser=_size)] = 5_000_000_000,
     overwrite: OverwriteOption = False,
     output: FormatOption = Format.human,
 ) -> None:
     """Store MODEL in another container, its codes untouched."""
     from compress.convert import convert as convert_model
-    from compress.recipe import parse_size
     from compress.show import show_json
 
-    options = {"dtype": dtype, "shard_size": parse_size(shard_size)}
+    options = {"dtype": dtype, "shard_size": shard_size}
     result = convert_model(model, out, container, options=options, overwrite=overwrite)
     if output == Format.json:
         show_json(result)
@@ -190,6 +195,92 @@ def evaluate(
     else:
         show_table(("measured", ""), eval_rows(result))
     check_gates(result, max_kld=max_kld, max_ppl_ratio=max_ppl_ratio)
+
+
+@app.command()
+def generate(
+    model: ModelArgument,
+    prompt: Annotated[str, typer.Option("-p", "--prompt", help="text to continue")],
+    max_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy", min=0)] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="makes sampling reproducible")] = None,
+    draft: Annotated[str | None, typer.Option(help="a smaller model that guesses, or self: this one in 4 bits")] = None,
+    speculate: Annotated[str | None, typer.Option(help="ngram: guess from the text so far")] = None,
+    kernel: Annotated[str, typer.Option(help="see `quantize list kernels`")] = "auto",
+    device: DeviceOption = "auto",
+    output: FormatOption = Format.human,
+) -> None:
+    """Continue a text, shown as it is made."""
+    from compress.show import show_json
+    from runtime.generate import generate as continue_text
+    from runtime.sampling import SamplingParams
+
+    if speculate not in (None, "ngram") or (draft and speculate):
+        raise UsageError("--speculate takes ngram, and not together with --draft", "generate")
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    human = output == Format.human
+    result = continue_text(
+        model,
+        prompt,
+        params,
+        draft or speculate,
+        kernel,
+        _device(device),
+        show=lambda text: print(text, end="", flush=True) if human else None,
+    )
+    if not human:
+        show_json(result)
+        return
+    print()
+    facts = [f"{result['tokens']} tokens", f"{result['tps']} tokens/s", str(result["finish_reason"])]
+    facts += [
+        f"{name.replace('_', ' ')} {result[name]}" for name in ("acceptance", "tokens_per_step") if name in result
+    ]
+    print(", ".join(facts), file=sys.stderr)
+
+
+@app.command()
+def bench(
+    model: ModelArgument,
+    prompt: Annotated[int, typer.Option(help="prompt tokens", min=1)] = 512,
+    generate: Annotated[int, typer.Option(help="tokens to make", min=1)] = 64,
+    batch: Annotated[str, typer.Option(help="batch sizes: 1,4,16")] = "1",
+    repetitions: Annotated[int, typer.Option(min=1)] = 3,
+    techniques: Annotated[bool, typer.Option("--compare", help="one table of all serving techniques")] = False,
+    draft: Annotated[str | None, typer.Option(help="is this draft worth it? a model, self or ngram")] = None,
+    text: Annotated[str, typer.Option(help="prompt for --draft")] = "The following is a list of",
+    kernel: Annotated[str, typer.Option(help="see `quantize list kernels`")] = "auto",
+    device: DeviceOption = "auto",
+    output: FormatOption = Format.human,
+) -> None:
+    """Measure speed, latency and memory."""
+    from dataclasses import asdict
+
+    from compress.show import show_json, show_table
+    from runtime import bench as library
+
+    def progress(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    place: dict[str, Any] = {"kernel": kernel, "device": _device(device), "progress": progress}
+    if techniques:
+        rows = [asdict(rung) for rung in library.compare(model, longest=generate, draft=draft or "ngram", **place)]
+    elif draft:
+        rows = [library.weigh_draft(model, draft, [text], generate=generate, **place)]
+    else:
+        if not all(size.strip().isdigit() for size in batch.split(",")):
+            raise UsageError(f"--batch {batch} is not a list of numbers", "bench", "write it like 1,4,16")
+        sizes = [int(size) for size in batch.split(",")]
+        result = library.bench(model, prompt, generate, sizes, repetitions, **place)
+        rows = result["batches"]
+    if output == Format.json:
+        show_json(rows if techniques else rows[0] if draft else result)
+    elif draft and not techniques:
+        show_table(("measured", ""), [(key.replace("_", " "), str(value)) for key, value in rows[0].items()])
+    else:
+        show_table([key.replace("_", " ") for key in rows[0]], [list(row.values()) for row in rows])
+        if not techniques:
+            print(f"peak memory {result['peak_rss_mb']} MB, packed weights {result['weights_mb']} MB")
 
 
 @app.command()
@@ -336,10 +427,8 @@ def _show_result(result: dict[str, Any], output: Format) -> None:
     if output == Format.json:
         show_json(result)
         return
-    rows = [
-        (key.replace("_", " "), value) for key, value in result.items() if not isinstance(value, dict | list | None)
-    ]
-    show_table(("result", ""), rows + (eval_rows(result["eval"]) if result.get("eval") else []))
+    size = f"{result['bytes'] / 1e6:.1f} MB, {result['bits_per_weight']:.3f} bits per weight"
+    show_table(("result", result["out"]), [("weights", size), *(eval_rows(result) if "ppl" in result else [])])
 
 
 def _device(name: str) -> str:
@@ -368,7 +457,7 @@ def invoke(arguments: Sequence[str]) -> int:
     """Run one command line; returns its exit code. Internal errors pass through."""
     try:
         code = app(list(arguments), standalone_mode=False)
-        return code if isinstance(code, int) else 0
+        return _interrupted(arguments) if code == 130 else code if isinstance(code, int) else 0
     except BitwrightError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -376,10 +465,7 @@ def invoke(arguments: Sequence[str]) -> int:
         error.show()  # type: ignore[attr-defined]
         return UsageError.exit_code
     except (KeyboardInterrupt, typer.Abort):
-        resumable = "run" in arguments and "--dry-run" not in arguments
-        hint = f"; resume with\n  {_command(drop='--resume')} --resume" if resumable else ""
-        print(f"\ninterrupted{hint}", file=sys.stderr)
-        return 130
+        return _interrupted(arguments)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -388,6 +474,14 @@ def invoke(arguments: Sequence[str]) -> int:
             raise
         print(f"error: out of memory: {error}", file=sys.stderr)
         return ResourceError.exit_code
+
+
+def _interrupted(arguments: Sequence[str]) -> int:
+    resumable = "run" in arguments and "--dry-run" not in arguments
+    print(
+        "interrupted" + (f"; resume with\n  {_command(drop='--resume')} --resume" if resumable else ""), file=sys.stderr
+    )
+    return 130
 
 
 def main() -> None:

@@ -151,16 +151,17 @@ class Plan:
         return _BASE_MEMORY + peak
 
     def seconds(self) -> float:
-        """A rough estimate of the run's duration on this machine's CPU, from its speed at one small matrix product."""
+        """A rough estimate of the run's duration on this machine's CPU, from the speed of two small matrix products."""
         tokens = self.recipe.calibration.samples * self.recipe.calibration.length if self.recipe.needs_text else 0
         linears = [row for row in self.rows if row.grid is not None]
-        body = sum(prod(row.shape) for row in linears)
-        work = 3 * 2 * tokens * body  # two partial forwards and the Hessians
+        inputs = {row.group: row.linear[1] for row in linears}
+        forwards = 2 * 2 * tokens * sum(prod(row.shape) for row in linears)
+        work = tokens * sum(n**2 for n in inputs.values())  # Hessians
         work += sum(4 * (r.linear[0] * r.linear[1] ** 2 + r.linear[1] ** 3) for r in linears) if tokens else 0
         if self.recipe.evaluate:
             spec = self.recipe.evaluate.perplexity
             work += 2 * 2 * spec.length * spec.chunks * self.parameters
-        return 10 + work / _flops_per_second()
+        return 10 + forwards / _flops_per_second(torch.bfloat16) + work / _flops_per_second(torch.float32)
 
     def summary(self) -> dict[str, Any]:
         """The plan as plain data."""
@@ -344,12 +345,12 @@ def _check_groups(plan: Plan) -> None:
             )
 
 
-def _flops_per_second() -> float:
-    """This machine's float32 matrix product speed, measured for some milliseconds."""
-    a = torch.ones(768, 768)
+def _flops_per_second(dtype: torch.dtype) -> float:
+    """This machine's speed at a matrix product, measured for some milliseconds."""
+    x, w = torch.rand(2048, 768, dtype=dtype), torch.rand(768, 768, dtype=dtype)
     best = float("inf")
     for _ in range(4):  # the first one also starts the threads
         start = time.perf_counter()
-        a @ a
+        x @ w.T
         best = min(best, time.perf_counter() - start)
-    return 2 * 768**3 / best
+    return 2 * x.numel() * len(w) / best

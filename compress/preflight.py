@@ -1,5 +1,6 @@
 """Everything that can fail late, tried early: before calibration starts."""
 
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -99,16 +100,22 @@ def check_finite(checkpoint: Checkpoint, progress: Callable[[int, int], None]) -
         progress(done, len(names))
 
 
-class _Only(Checkpoint):
-    """One tensor of a checkpoint."""
+class _OneBlock(Checkpoint):
+    """Some tensors of a checkpoint, as a model of a single block."""
 
-    def __init__(self, source: Checkpoint, name: str) -> None:
-        self.source, self.name = source, name
-        self.path, self.config, self.container = source.path, source.config, source.container
+    def __init__(self, source: Checkpoint, names: list[str]) -> None:
+        self.source, self._names = source, names
+        self.path, self.container = source.path, source.container
         self.arch: Arch = source.arch
+        one = {
+            "num_hidden_layers": 1,
+            "n_layer": 1,
+            "layer_types": (source.config.get("layer_types") or [])[:1] or None,
+        }
+        self.config = {key: one.get(key, value) for key, value in source.config.items()}
 
     def names(self) -> list[str]:
-        return [self.name]
+        return self._names
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self.source.shape(name)
@@ -127,21 +134,24 @@ def check_round_trip(plan: Plan, checkpoint: Checkpoint) -> None:
     """One tensor, the smallest to be quantised, survives the real writer and the real reader bit for bit."""
     row = min((row for row in plan.rows if row.grid is not None), key=lambda row: row.nbytes)
     assert row.grid is not None
+    first, embedding = f"{plan.arch.block.format(i=0)}.", f"{plan.arch.embedding}.weight"
+    block = re.escape(plan.arch.block).replace(r"\{i\}", r"\d+") + r"\."
+    probe = re.sub(f"^{block}", first, row.name)  # the writer sees a model of one block
     weight = dequantized(checkpoint.read(row.name))
     weight = weight if row.linear == row.shape else weight.T.contiguous()
     params = row.grid.fit(weight)
     tensor = QTensor(row.grid, row.grid.encode(weight, params), params)
+    norm = next(name for name in checkpoint.names() if name.startswith(first) and len(checkpoint.shape(name)) == 1)
+    needed = [embedding, norm] if plan.container.name == "gguf" else []  # its reader counts blocks and words
+    few = _OneBlock(checkpoint, list(dict.fromkeys([probe, *needed])))
     with tempfile.TemporaryDirectory() as folder:
-        writer = plan.container.open_writer(
-            Path(folder), _Only(checkpoint, row.name), {row.name: row.grid}, plan.options
-        )
-        writer.write(row.name, tensor)
+        writer = plan.container.open_writer(Path(folder), few, {probe: row.grid}, plan.options)
+        for name in few.names():
+            writer.write(name, tensor if name == probe else checkpoint.read(name))
         writer.close()
-        path = next(Path(folder).glob("*.gguf"), Path(folder))
-        with plan.container.open_reader(path) as reader:
-            again = reader.read(row.name)
+        with plan.container.open_reader(next(Path(folder).glob("*.gguf"), Path(folder))) as reader:
+            again = reader.read(probe)
     if plan.container.name == "safetensors":  # holds the values, in its own dtype
         return
-    expected = tensor.dequantize()
-    same = isinstance(again, QTensor) and torch.equal(again.dequantize(), expected)
+    same = isinstance(again, QTensor) and torch.equal(again.dequantize(), tensor.dequantize())
     assert same, f"{row.name} changed on its way through the {plan.container.name} container"
