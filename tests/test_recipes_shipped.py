@@ -1,13 +1,19 @@
-"""Every recipe that ships is valid, says what it is for, and finds the files it names."""
+"""Every recipe that ships is valid, says what it is for, finds the files it names, and runs."""
 
 from pathlib import Path
 
 import pytest
 
+from compress.pipeline import run
+from compress.plan import make_plan
+from compress.progress import Progress
 from compress.recipe_file import dump_recipe, load_recipe, shipped
+from formats.containers import open_checkpoint
+from formats.qtensor import QTensor
 
+QUICKSTART = Path(__file__).parent.parent / "recipes" / "quickstart"
 RECIPES = shipped()
-FILES = [*RECIPES.values(), Path(__file__).parent.parent / "recipes" / "quickstart" / "recipe.yaml"]
+FILES = [*RECIPES.values(), QUICKSTART / "recipe.yaml"]
 IDS = [path.stem if path.stem != "recipe" else "quickstart" for path in FILES]
 
 
@@ -37,3 +43,31 @@ def test_it_is_valid_and_resolves(path, tmp_path):
     assert Path(recipe.evaluate.perplexity.data).is_file()
     (tmp_path / "resolved.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
     assert load_recipe(str(tmp_path / "resolved.yaml")) == recipe
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_plan_leaves_no_linear_behind(name):
+    with open_checkpoint(QUICKSTART / "model") as checkpoint:
+        plan = make_plan(load_recipe(name), checkpoint)
+    linears = [linear for i in range(4) for linear in checkpoint.arch.linears(i)]
+    assert {f"{linear}.weight" for linear in linears} <= set(plan.grids)
+    assert not [row.note for row in plan.rows if row.note]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_it_runs_on_a_tiny_model(name, tiny_model, tmp_path):
+    settings = [
+        f"calibration.data={QUICKSTART / 'calib.txt'}",
+        "calibration.samples=4",
+        "calibration.length=32",
+        "evaluate.perplexity.length=32",
+        "evaluate.perplexity.chunks=1",
+    ]
+    if name.startswith("pipeline-"):  # random weights must not pass or fail a gate by chance
+        settings += ["evaluate.gate={}"]
+    model = tiny_model("llama", hidden=256, layers=1)
+    recipe = load_recipe(name, settings)
+    summary = run(recipe, str(model), tmp_path / "out", progress=Progress(quiet=True), command=f"quantize run {name}")
+    assert summary["bytes"] > 0
+    with open_checkpoint(tmp_path / "out") as checkpoint:
+        assert any(isinstance(checkpoint.read(n), QTensor) for n in checkpoint.names())

@@ -1,6 +1,6 @@
 """Trains the embedded quick-start model and its draft from the standard library of the Python that runs this file.
 
-    python recipes/quickstart/train.py --steps 3000
+    python recipes/quickstart/train.py --steps 1500
 
 One pass does everything, on one CPU thread: corpus -> eval.txt, calib.txt -> tokenizer -> both models. The draft learns
 beside the main model, from the text and from the main model's logits on the same batch, so that no second pass over the
@@ -206,7 +206,7 @@ def report(name: str, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFas
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=3000, help=f"of {STEP_TOKENS} tokens each")
+    parser.add_argument("--steps", type=int, default=1500, help=f"of {STEP_TOKENS} tokens each")
     parser.add_argument("--out", type=Path, default=HERE, help="receives model/, draft/, eval.txt and calib.txt")
     parser.add_argument("--checkpoint", type=Path, default=Path("quickstart.pt"), help="written as it trains, resumed")
     arguments = parser.parse_args()
