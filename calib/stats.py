@@ -1,12 +1,15 @@
 """What is remembered of the inputs a linear layer saw during calibration."""
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from scipy.linalg.blas import ssyrk
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -22,7 +25,7 @@ class InputStats:
     width: int
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     tokens: int = 0
-    derived: dict[str, Any] = field(default_factory=dict)
+    derived: dict[Hashable, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.hessian = torch.zeros(self.width, self.width, device=self.device)
@@ -40,6 +43,12 @@ class InputStats:
             ssyrk(1.0, np.ascontiguousarray(x.numpy()).T, beta=1.0, c=c, overwrite_c=1)
         else:
             self.hessian.addmm_(x.T, x)
+
+    def derive(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` computes from these statistics, computed once."""
+        if key not in self.derived:
+            self.derived[key] = make()
+        return self.derived[key]  # type: ignore[no-any-return]
 
     def finish(self) -> None:
         """Mirror the triangle and turn sums into means over tokens."""

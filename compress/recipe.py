@@ -122,7 +122,7 @@ class GptqStep(Strict):
 
     algorithm: Literal["gptq"]
     grid: GridName | None = None
-    damp: float = Field(default=0.1, gt=0, lt=10)
+    damp: float = Field(default=0.03, gt=0, lt=10)
     act_order: bool = False
     block_size: int = Field(default=128, ge=1)
     needs_text: ClassVar[bool] = True

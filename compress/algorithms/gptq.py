@@ -5,11 +5,13 @@ H^-1 = U^T U; Q the quantised W. Columns are rounded one at a time; the error of
 over the columns not yet rounded along U[j, j+1:] (eq. 3). The loss is trace((W - Q) H (W - Q)^T), per output row.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from calib.stats import InputStats
 from compress.algorithms import Outcome, relative_error
+from compress.algorithms.refine import refine
 from compress.algorithms.rounding import LANES, descend, round_forward
 from compress.recipe import GptqStep
 from formats.qtensor import Columns, Grid, IntegerLevels, Params, QTensor
@@ -54,6 +56,9 @@ class Lanes:
         return flat[: self.out, self.back].contiguous()
 
 
+SWEEPS, ROUNDS = 3, 3  # coordinate descent over the codes; times that parameters and codes are polished in turn
+
+
 class Rounder:
     """Rounds a matrix to given columns of a grid, by feedback (GPTQ) or by coordinate descent."""
 
@@ -64,8 +69,11 @@ class Rounder:
         self.levels = levels.numpy()
         self.middles = ((levels[1:] + levels[:-1]) / 2).numpy()
         self.integer = isinstance(grid, IntegerLevels)
+        self.ordered_H = H[order][:, order].contiguous()
 
     def set_columns(self, columns: Columns) -> None:
+        """The values that codes stand for from now on."""
+        self.columns = columns
         like = lambda t: torch.zeros_like(self.W) if t is None else t  # noqa: E731
         self.scale, self.shift, self.zero = (
             self.lanes.pack(like(t)) for t in (columns.scale, columns.offset, columns.zero)
@@ -76,14 +84,17 @@ class Rounder:
         return self.scale, self.shift, self.zero, self.levels, self.middles, self.integer
 
     def feedback(self, U: Tensor) -> None:
+        """One column after the other, errors spread over those that follow."""
         w = self.lanes.pack(self.W)
-        self.index, self.values = torch.empty(w.shape, dtype=torch.uint8).numpy(), w.copy()
+        self.index, self.values = np.empty(w.shape, np.uint8), np.empty_like(w)
         round_forward(w, U.contiguous().numpy(), *self._grid, self.index, self.values)
 
     def polish(self, sweeps: int) -> None:
-        H = self.H[self.order][:, self.order].contiguous()
-        G = self.lanes.pack((self.W - self.result()[1]) @ self.H)
-        descend(G, H.numpy(), *self._grid, self.index, self.values, sweeps)
+        """Coordinate descent from the present codes, under the present columns."""
+        values = self.grid.values(self.result()[0], self.columns)
+        self.values = self.lanes.pack(values)
+        G = self.lanes.pack((self.W - values) @ self.H)
+        descend(G, self.ordered_H.numpy(), *self._grid, self.index, self.values, sweeps)
 
     def result(self) -> tuple[Tensor, Tensor]:
         """Codes uint8 and values float32, [out, in]."""
@@ -93,33 +104,61 @@ class Rounder:
 
 
 class Curvature:
-    """A layer's Hessian made ready once for all linears that share it: dead inputs, order, factor."""
+    """A layer's Hessian made ready once for all linears that share it: damped, ordered, factored."""
 
     def __init__(self, H: Tensor, damp: float) -> None:
         diagonal = H.diagonal()
-        self.H = H + torch.diag((diagonal == 0) * diagonal.mean().clamp(min=1e-12))  # dead inputs cost nothing
-        self.order = torch.argsort(self.H.diagonal(), descending=True, stable=True)
-        self.U, self.damp = inverse_factor(self.H[self.order][:, self.order], damp)
+        H = H + torch.diag((diagonal == 0) * diagonal.mean().clamp(min=1e-12))  # dead inputs cost nothing
+        self.order = torch.argsort(H.diagonal(), descending=True, stable=True)
+        self.U, self.damp = inverse_factor(H[self.order][:, self.order], damp)
+        self.H = H + min(self.damp, 1.0) * H.diagonal().mean() * torch.eye(len(H), device=H.device)
+
+    def importance(self) -> Tensor:
+        """float32 [in]: how much an error in a column costs, between no feedback (diag H) and feedback (1 / U_jj^2)."""
+        conditional = torch.empty_like(self.U.diagonal())
+        conditional[self.order] = self.U.diagonal().square().reciprocal()
+        return (conditional * self.H.diagonal()).sqrt()
 
 
-def gptq(W: Tensor, curvature: Curvature, grid: Grid, sweeps: int = 0) -> tuple[QTensor, Tensor]:
-    """Static-groups GPTQ: fit all blocks, then round in falling diag H order. Returns the tensor and its values."""
-    params: Params = grid.fit(W, curvature.H.diagonal())
-    rounder = Rounder(W, curvature.H, grid, curvature.order)
-    rounder.set_columns(grid.columns(params, W.shape[1]))
+def gptq(W: Tensor, curvature: Curvature, grid: Grid) -> tuple[QTensor, Tensor]:
+    """Fit all blocks, round in falling diag H order with feedback, then polish codes and parameters in turn.
+
+    Returns the tensor and its values, float32 [out, in].
+    """
+    H, n = curvature.H, W.shape[1]
+    params: Params = grid.fit(W, curvature.importance())
+    rounder = Rounder(W, H, grid, curvature.order)
+    rounder.set_columns(grid.columns(params, n))
     rounder.feedback(curvature.U)
-    if sweeps:
-        rounder.polish(sweeps)
+    rounder.polish(SWEEPS)
+    for _ in range(ROUNDS if grid.factors else 0):
+        params = refine(W, H, grid, rounder.result()[0], params)
+        rounder.set_columns(grid.columns(params, n))
+        rounder.polish(SWEEPS)
     codes, values = rounder.result()
     return QTensor(grid, codes, params), values
 
 
+def permuted(tensor: QTensor, order: Tensor) -> QTensor:
+    """A tensor quantised in the column order `order`, back in natural order, with g_idx to find its blocks."""
+    back = torch.argsort(order)
+    width = tensor.grid.block or len(order)
+    g_idx = (torch.arange(len(order), device=order.device) // width)[back].to(torch.int32)
+    return QTensor(tensor.grid, tensor.codes[:, back].contiguous(), tensor.params, g_idx)
+
+
 def quantize(W: Tensor, stats: InputStats, grid: Grid, step: GptqStep) -> Outcome:
     """W float32 [out, in]. Linears that share `stats` share the factorisation too."""
-    key = f"gptq curvature, damp {step.damp}"
-    curvature: Curvature = stats.derived.setdefault(key, None) or Curvature(stats.hessian, step.damp)
-    stats.derived[key] = curvature
-    tensor, values = gptq(W, curvature, grid)
-    plain = grid.decode(grid.encode(W, tensor.params), tensor.params)
-    H = curvature.H
+    curvature = stats.derive(("gptq", step.damp), lambda: Curvature(stats.hessian, step.damp))
+    if step.act_order:  # groups follow the order, so neighbours are alike and share their scales well
+        order = curvature.order
+        sorted_curvature = stats.derive(
+            ("gptq act_order", step.damp), lambda: Curvature(stats.hessian[order][:, order], step.damp)
+        )
+        tensor = permuted(gptq(W[:, order].contiguous(), sorted_curvature, grid)[0], order)
+        values = tensor.dequantize()
+    else:
+        tensor, values = gptq(W, curvature, grid)
+    plain = grid.decode(grid.encode(W, params := grid.fit(W)), params)
+    H = stats.hessian
     return Outcome(tensor, relative_error(W, values, H), relative_error(W, plain, H), curvature.damp)

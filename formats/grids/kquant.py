@@ -178,7 +178,7 @@ class SuperScale:
     def fit(self) -> Params:
         scale = search_scale(self.x, self.weight, self.snap, self.ends, self.bits, signed=True)
         peak = signed_peak(scale)
-        places = torch.linspace(0.8, 1.02, 6).tolist()
+        places = torch.linspace(0.7, 1, 4).tolist()
         starts = [half(peak * place / end) for place in places for end in (self.lowest, self.highest)]
         state, _ = best_of((self.improve(d, self.integer(scale * inverse(d))) for d in starts), self.error)
         state, _ = best_of(self.descend(*state), self.error)
@@ -217,10 +217,11 @@ class SuperScale:
     def descend(self, d: Tensor, sub: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Coordinate descent on the integers by the error after rounding, each sub-block on its own."""
         states = [(d, sub)]
+        steps = sorted(range(self.lowest // 8, -self.lowest // 8 + 1), key=abs)
         for _ in range(2):
             d, sub = self.improve(d, sub)
             states.append((d, sub))
-            moves = [(self.integer(sub + step),) for step in (0, -1, 1, -2, 2)]
+            moves = [(self.integer(sub + step),) for step in steps]
             (sub,), _ = best_of(moves, lambda s, d=d: self.sub_errors(d, s))
             states.append((d, sub))
         return states
