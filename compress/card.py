@@ -57,6 +57,10 @@ Largest relative output errors:
 | `{{ w.name }}` | {{ w.grid }} | {{ "%.3g" | format(w.error) }} | {{ "%.3g" | format(w.rtn_error) }} |
 {% endfor %}
 {% endif %}
+{% for picture in pictures %}
+
+![Errors of all layers]({{ picture }})
+{% endfor %}
 
 ## How to run it
 
@@ -91,6 +95,7 @@ def model_card(
     evaluation: Mapping[str, Any] | None,
     layers: Sequence[Mapping[str, Any]],
     notes: Sequence[str],
+    pictures: Sequence[str] = (),
 ) -> str:
     """README.md as text. layers: records of layers.jsonl; evaluation: what `runtime.evaluate` measured."""
     path, container = checkpoint.path, plan.container.name
@@ -122,6 +127,7 @@ def model_card(
             for name, count, grid, bits, size, note in plan.condensed()
         ],
         notes=notes,
+        pictures=pictures,
     )
 
 

@@ -66,34 +66,35 @@ def size_quality(
 def layer_errors(layers: Iterable[Mapping[str, Any]], stem: Path) -> list[Path]:
     """Relative output error of each quantised linear over depth, one panel per kind, round-to-nearest beside it.
 
-    layers: records of layers.jsonl (`name`, `error`, `rtn_error`); those outside numbered blocks, or without an error,
-    are left out. Returns no paths when nothing is left.
+    layers: records of layers.jsonl (`name`, `error`, `rtn_error`), in order of the blocks; those outside numbered
+    blocks, or without an error, are left out. Returns no paths when nothing is left.
     """
     from matplotlib.figure import Figure
 
-    kinds: dict[str, list[tuple[int, float, float | None]]] = {}
+    kinds: dict[str, dict[int, list[Mapping[str, Any]]]] = {}
     for layer in layers:
         match = re.search(r"\.(\d+)\.(.+?)(?:\.weight)?$", layer["name"])
         if match and layer.get("error") is not None:
-            kinds.setdefault(match[2], []).append((int(match[1]), layer["error"], layer.get("rtn_error")))
+            kind = re.sub(r"\.\d+\.", ".", match[2])  # experts share a panel
+            kinds.setdefault(kind, {}).setdefault(int(match[1]), []).append(layer)
     if not kinds:
         return []
     columns = min(4, len(kinds))
     rows = -(-len(kinds) // columns)
     figure = Figure(figsize=(3 * columns + 0.5, 2.4 * rows + 0.8), layout="constrained")
     panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flatten()
-    for panel, (kind, records) in zip(panels, kinds.items(), strict=False):
-        blocks, errors, plain = zip(*sorted(records, key=lambda record: record[0]), strict=True)
-        (color, marker), (other, square) = SERIES[:2]
+    (color, marker), (other, square) = SERIES[:2]
+    for panel, (kind, blocks) in zip(panels, kinds.items(), strict=False):
+        achieved, plain = ([_mean(records, key) for records in blocks.values()] for key in ("error", "rtn_error"))
         if None not in plain:
-            panel.plot(blocks, plain, color=other, marker=square, ms=3, lw=1, ls="--", label="round to nearest")
-        panel.plot(blocks, errors, color=color, marker=marker, ms=3.5, lw=1.5, label="achieved")
+            panel.plot(list(blocks), plain, color=other, marker=square, ms=3, lw=1, ls="--", label="round to nearest")
+        panel.plot(list(blocks), achieved, color=color, marker=marker, ms=3.5, lw=1.5, label="achieved")
         panel.xaxis.get_major_locator().set_params(integer=True)
-        _finish(panel, kind.rpartition(".")[2])
+        _finish(panel, kind)
     for i in range(len(kinds), rows * columns):
         panels[i].set_visible(False)
         panels[i - columns].tick_params(labelbottom=True)
-    if all(error > 0 for records in kinds.values() for _, error, _ in records):
+    if all((_mean(records, "error") or 0) > 0 for blocks in kinds.values() for records in blocks.values()):
         panels[0].set_yscale("log")
         _plain_log_labels(panels[0])
     figure.supxlabel("decoder block", fontsize=10)
@@ -101,6 +102,12 @@ def layer_errors(layers: Iterable[Mapping[str, Any]], stem: Path) -> list[Path]:
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper right", ncols=2, frameon=False)
     return _save(figure, stem)
+
+
+def _mean(records: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    """Over the experts of a block; None when one of them lacks the value."""
+    values = [record.get(key) for record in records]
+    return None if None in values else sum(values) / len(values)  # type: ignore[arg-type]
 
 
 def _finish(axes: "Axes", title: str) -> None:

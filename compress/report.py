@@ -14,12 +14,13 @@ from typing import Any
 from calib.text import CalibrationSet
 from compress.card import model_card
 from compress.plan import Plan
+from compress.plots import layer_errors
 from compress.recipe_file import dump_recipe
 from formats.checkpoint import Checkpoint
 from formats.errors import BitwrightError, ResourceError, UsageError
 from formats.integrity import MANIFEST, sha256, write_manifest_hashes
 
-RECIPE, LAYERS, EVAL, CARD = "recipe.yaml", "layers.jsonl", "eval.json", "README.md"
+RECIPE, LAYERS, EVAL, CARD, PLOTS = "recipe.yaml", "layers.jsonl", "eval.json", "README.md", "plots"
 
 
 class OutputDirectory:
@@ -128,13 +129,16 @@ def write_report(
     (folder / RECIPE).write_text(dump_recipe(plan.recipe), encoding="utf-8")
     if evaluation is not None:
         _write_json(folder / EVAL, evaluation)
+    layers = list(layers)
+    pictures = layer_errors(layers, folder / PLOTS / "layer_errors")
     card = model_card(
         plan,
         checkpoint,
         command=command,
         calibration=calibration,
         evaluation=evaluation,
-        layers=list(layers),
+        layers=layers,
+        pictures=[picture.relative_to(folder).as_posix() for picture in pictures if picture.suffix == ".png"],
         notes=[*plan.notes, *notes],
     )
     (folder / CARD).write_text(card, encoding="utf-8")

@@ -95,4 +95,7 @@ def test_layer_errors(tmp_path: Path) -> None:
     layers.append({"name": "model.embed_tokens.weight", "error": 0.1, "rtn_error": 0.1})
     layers.append(record(3, "mlp.down_proj", error=0.0, rtn_error=None))
     assert [path.suffix for path in layer_errors(layers, tmp_path / "layers")] == [".png", ".svg"]
-    assert layer_errors(layers[-2:-1], tmp_path / "none") == []
+    layers += [record(b, f"mlp.experts.{e}.up_proj") for b in range(2) for e in range(40)]
+    assert len(layer_errors(layers, tmp_path / "layers")) == 2
+    assert b"experts" in (tmp_path / "layers.svg").read_bytes()  # one panel for all of them
+    assert layer_errors(layers[6:7], tmp_path / "none") == []
