@@ -166,15 +166,17 @@ class Listable(StrEnum):
     grids = "grids"
     containers = "containers"
     architectures = "architectures"
+    kernels = "kernels"
 
 
 @app.command("list")
 def list_(what: Annotated[Listable, typer.Argument()], output: FormatOption = Format.human) -> None:
     """Print the names that recipes and options may use, and what each is for."""
-    from compress.catalogue import catalogue
+    from compress.catalogue import catalogue, describe
     from compress.show import show_json, show_table
+    from runtime.linear import KERNELS
 
-    entries = catalogue(what.value)
+    entries = describe(KERNELS) if what == Listable.kernels else catalogue(what.value)
     if output == Format.json:
         show_json([{"name": name, "about": about} for name, about in entries])
     else:
@@ -182,12 +184,12 @@ def list_(what: Annotated[Listable, typer.Argument()], output: FormatOption = Fo
 
 
 def _plan(recipe: Any, model: str, output: Format) -> None:
-    from compress.plan import make_plan
+    from compress.allocate import planned
     from compress.show import show_json, show_plan
     from formats.containers import open_checkpoint
 
     with open_checkpoint(model) as checkpoint:
-        made = make_plan(recipe, checkpoint)
+        made = planned(recipe, checkpoint)
     if output == Format.json:
         show_json(made.summary())
     else:

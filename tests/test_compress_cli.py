@@ -183,10 +183,10 @@ def test_eval(quantize, packed, tiny_model, tmp_path):
     assert code == 2 and "--text" in err
 
 
-@pytest.mark.parametrize("what", ["recipes", "algorithms", "grids", "architectures"])
+@pytest.mark.parametrize("what", ["recipes", "algorithms", "grids", "containers", "architectures", "kernels"])
 def test_list(quantize, what):
     code, out, _ = quantize("list", what)
-    assert code == 0 and len(out.splitlines()) > 3
+    assert code == 0 and len(out.splitlines()) > 2
     code, out, _ = quantize("list", what, "--output", "json")
     assert all(entry["name"] and entry["about"] for entry in json.loads(out))
 
@@ -245,7 +245,7 @@ def test_what_the_pipeline_is_given(quantize, monkeypatch, recipe):
 STUB = """
 import sys, types, compress.cli
 module = types.ModuleType("compress.catalogue")
-module.catalogue = lambda what: [(str(1 / {divisor}), "about")] * 100_000
+module.describe = module.catalogue = lambda what: [(str(1 / {divisor}), "about")] * 100_000
 sys.modules["compress.catalogue"] = module
 compress.cli.main()
 """
