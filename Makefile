@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: install quickstart test lint
+.PHONY: install quickstart test lint peers
 install: .venv/installed
 
 .venv/installed: pyproject.toml constraints.txt
@@ -20,3 +20,11 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Every container, read by engines we did not write, each in its own environment with pinned versions.
+PEERS ?= .venv-peers
+peers: install
+	tests/peers/install.sh gptqmodel $(PEERS)/gptqmodel $(PYTHON)
+	tests/peers/install.sh llmcompressor $(PEERS)/llmcompressor $(PYTHON)
+	$(BIN)/python tests/peers/matrix.py $(PEERS)
+	PEERS=$(PEERS) $(BIN)/pytest -m slow tests/test_formats_peers.py

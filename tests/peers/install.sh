@@ -3,7 +3,7 @@
 set -eu
 name=$1 dir=$2 python=${3:-python3}
 case $name in
-gptqmodel) packages="gptqmodel==7.6.0" ;;
+gptqmodel) packages="gptqmodel==7.6.0 bitsandbytes==0.50.2" ;;
 llmcompressor) packages="llmcompressor==0.14.0.1" ;;
 *) echo "unknown peer $name: gptqmodel or llmcompressor" >&2; exit 2 ;;
 esac
@@ -11,5 +11,6 @@ esac
 "$python" -m venv "$dir"
 # They build against the torch they find, so it comes first; both want other numpy and transformers than we do.
 "$dir/bin/pip" install -q torch==2.13.0
-"$dir/bin/pip" install -q "$packages"
+# shellcheck disable=SC2086
+"$dir/bin/pip" install -q $packages
 touch "$dir/complete"

@@ -1,0 +1,80 @@
+"""Slow: files of ours in other people's engines, and files of theirs in our readers. PEERS names the directory of their
+environments, see tests/peers/install.sh; without it nothing runs."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent / "peers"))
+
+import matrix
+import numpy as np
+from quantised import decoded, logits
+
+from formats.containers import open_checkpoint
+
+PEERS = Path(os.environ.get("PEERS", ".venv-peers"))
+pytestmark = pytest.mark.slow
+
+
+def python_of(peer: str) -> Path:
+    python = PEERS.absolute() / peer / "bin" / "python"
+    if not python.exists():
+        pytest.skip(f"{peer} is not installed")
+    return python
+
+
+@pytest.mark.parametrize("family", matrix.FAMILIES)
+def test_their_engines_read_ours(family: str) -> None:
+    python_of("gptqmodel")
+    for row in matrix.run(PEERS.absolute(), (family,)):
+        print(row)
+        assert matrix.is_right(*row[3:]), row
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return matrix.make_source("llama", tmp_path_factory.mktemp("source"), hidden=256)
+
+
+def made_by(peer: str, source: Path, out: Path, method: str) -> Path:
+    command = [str(python_of(peer)), str(matrix.HERE / "foreign.py"), peer, str(source), str(out), method]
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+    subprocess.run(command, check=True, env=environment, capture_output=True)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("scheme", "grids"),
+    [
+        ("W4A16", {"int4-g128-sym"}),
+        ("W4A16_ASYM", {"int4-g128"}),
+        ("W8A8", {"int8-channel-sym"}),
+        ("mixed", {"int4-g128-sym", "int8-g128-sym"}),
+    ],
+)
+def test_we_read_what_llm_compressor_wrote(source: Path, tmp_path: Path, scheme: str, grids: set[str]) -> None:
+    out = made_by("llmcompressor", source, tmp_path / "theirs", scheme)
+    with open_checkpoint(out) as model:
+        assert {str(model.stored_as(name)) for name in model.names()} == grids | {"bfloat16"}
+    ours = logits(decoded(out, tmp_path / "decoded"))
+    if scheme in ("W4A16", "mixed"):
+        assert (matrix.in_transformers(out, dequantize=False) - ours).abs().max() < 1e-5
+    assert (ours - logits(source)).abs().max() < 1.5
+
+
+@pytest.mark.parametrize("method", ["gptq-sym", "gptq-act-order", "gptq-mixed", "awq"])
+def test_we_read_what_gptqmodel_wrote(source: Path, tmp_path: Path, method: str) -> None:
+    out = made_by("gptqmodel", source, tmp_path / method, method)
+    with open_checkpoint(out) as model:
+        grids = {str(model.stored_as(name)) for name in model.names()}
+    assert any(grid.startswith("int4-g32") for grid in grids)
+    assert ("int8-g64-sym" in grids) == (method == "gptq-mixed")
+    ours = logits(decoded(out, tmp_path / "decoded"))
+    theirs = matrix.in_peer(PEERS.absolute(), [out], tmp_path)[method]
+    assert np.abs(theirs - ours.numpy()).max() < 1e-3
+    assert torch.isfinite(ours).all()
