@@ -111,7 +111,7 @@ def python_peers(args: argparse.Namespace, work: Path) -> list[Made]:
         rows = work / "rows.json"
         if not rows.exists():
             rows.write_text(json.dumps(calibration_rows(args)))
-        script, out = work / f"{name.split()[0]}.py", work / name.split()[0]
+        script, out = work / f"make_{name.split()[0]}.py", work / f"peer-{name.split()[0]}"
         script.write_text(program)
         cost = measured([python, script, args.reference, out, rows], script.with_suffix(".log"), **environment)
         made.append((name, out, *cost))
