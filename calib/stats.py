@@ -48,7 +48,7 @@ class InputStats:
         """What `make` computes from these statistics, computed once."""
         if key not in self.derived:
             self.derived[key] = make()
-        return self.derived[key]  # type: ignore[no-any-return]
+        return self.derived[key]
 
     def finish(self) -> None:
         """Mirror the triangle and turn sums into means over tokens."""

@@ -151,25 +151,32 @@ class Walk:
         module.to(self.device)
         yield Block(self, module, i)
 
-    def head_stats(self) -> InputStats:
-        """Inputs of the head: the final norm of the last block's outputs."""
-        norm: Any = self._skeleton.get_submodule(self.arch.final_norm)
+    def final_norm(self) -> Any:
+        """The norm before the head, with its weights."""
+        norm = self._skeleton.get_submodule(self.arch.final_norm)
         for name, parameter in norm.named_parameters():
             parameter.data = dequantized(self.checkpoint.read(f"{self.arch.final_norm}.{name}")).to(self.device)
-        stats = InputStats(self.hidden.shape[-1], self.device)
+        return norm.requires_grad_(False)
+
+    def head_stats(self) -> InputStats:
+        """Inputs of the head: the final norm of the last block's outputs."""
+        norm, stats = self.final_norm(), InputStats(self.hidden.shape[-1], self.device)
         for at in self.batches():
-            with torch.no_grad():
-                stats.add(norm(self.hidden[at].to(self.device)))
+            stats.add(norm(self.hidden[at].to(self.device)))
         stats.finish()
         return stats
 
-    def run_block(self, module: nn.Module, i: int, at: slice) -> Tensor:
-        """Block i applied to the stored hidden states of one batch, float32 [samples, length, hidden]."""
-        hidden = self.hidden[at].to(self.device)
+    def call(self, module: nn.Module, i: int, hidden: Tensor) -> Tensor:
+        """Block i on hidden states [batch, length, hidden]; the batch is one of `batches`."""
         args, kwargs = self._calls[len(hidden)][i]
-        with torch.no_grad(), torch.autocast(self.device.type, torch.bfloat16, enabled=not self.exact):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=not self.exact):
             out = module(hidden, *args, **kwargs)
         return out[0] if isinstance(out, tuple) else out
+
+    @torch.no_grad()
+    def run_block(self, module: nn.Module, i: int, at: slice) -> Tensor:
+        """Block i applied to the stored hidden states of one batch, [samples, length, hidden]."""
+        return self.call(module, i, self.hidden[at].to(self.device))
 
 
 class Block:

@@ -9,12 +9,13 @@ import torch
 
 from calib.text import CalibrationSet, generate_text, load_text, load_tokenizer
 from compress.algorithms import Outcome
+from compress.allocate import allocate
 from compress.plan import Plan, make_plan
 from compress.preflight import preflight
 from compress.progress import Progress
 from compress.quantize import Quantizer
 from compress.recipe import Recipe
-from compress.report import LayerLog, OutputDirectory, sha256, source_files, write_report
+from compress.report import LayerLog, OutputDirectory, sha256, source_hashes, write_report
 from compress.work import Parts, Work
 from formats.checkpoint import Checkpoint
 from formats.containers import open_checkpoint
@@ -43,19 +44,22 @@ def run(
         progress.start("check", len(checkpoint.names()))
         preflight(plan, checkpoint, out, tokenizer, progress.update)
         with output as folder:
-            work = Work(folder / "work", _fingerprint(recipe, checkpoint))
+            fingerprint = _fingerprint(recipe, checkpoint)
+            work = Work(folder / "work", fingerprint)
             text = _calibration(recipe, checkpoint, tokenizer, work, device, progress)
+            curve: list[tuple[int, float]] = []
             if recipe.allocate is not None:
-                from compress.allocate import allocate
-
                 assert text is not None
-                plan = allocate(plan, checkpoint, text.tokens, folder, device=device, progress=progress)
+                source = fingerprint["source"]
+                plan, curve = allocate(plan, checkpoint, text.tokens, source, folder, device=device, progress=progress)
             log = LayerLog(folder)
             starved = _quantize(plan, checkpoint, text, work, folder, log, device, progress)
             _write(plan, checkpoint, work, folder, progress)
             _verify(plan, folder, work, progress)
             evaluation = _evaluate(recipe, checkpoint, folder, progress)
             shutil.rmtree(work.folder)
+            if evaluation is not None and curve:
+                _plot_curve(folder, plan, curve, evaluation)
             notes = [f"rounded without calibration, too few tokens seen: {', '.join(starved)}"] if starved else []
             write_report(
                 folder,
@@ -85,7 +89,7 @@ def _fingerprint(recipe: Recipe, checkpoint: Checkpoint) -> dict[str, Any]:
     data = [Path(source).expanduser() for source in recipe.calibration.data or []]
     return {
         "recipe": chosen,
-        "source": {file.name: sha256(file) for file in source_files(checkpoint)},
+        "source": source_hashes(checkpoint),
         "text": {str(path): sha256(path) for path in data if path.is_file()},
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
@@ -219,3 +223,12 @@ def _evaluate(recipe: Recipe, checkpoint: Checkpoint, folder: Path, progress: Pr
         chunks=spec.chunks,
         progress=progress.update,
     )
+
+
+def _plot_curve(folder: Path, plan: Plan, curve: list[tuple[int, float]], evaluation: dict[str, Any]) -> None:
+    """plots/: what other targets would have cost by the measurement, and the loss of the one chosen."""
+    from compress.plots import Point, size_quality
+
+    chosen = Point(f"{plan.bits_per_weight:.2f} bpw", plan.nbytes / 1e6, evaluation["kld"], evaluation["kld_stderr"])
+    (folder / "plots").mkdir(exist_ok=True)
+    size_quality([chosen], folder / "plots" / "allocation", curve=[(size / 1e6, cost) for size, cost in curve])

@@ -97,6 +97,11 @@ class Plan:
         """The grid the container holds for a tensor when asked for `grid`; UsageError when it cannot."""
         return self.container.substitute(name, self._row[name].linear, grid)
 
+    def nbytes_of(self, name: str, grid: Grid) -> int:
+        """Bytes of a tensor stored on a grid."""
+        linear = self._row[name].linear
+        return round(grid.bits_per_weight(linear[1]) * prod(linear) / 8)
+
     def with_grids(self, grids: Mapping[str, Grid]) -> "Plan":
         """The plan with other grids asked for some tensors (after an allocation)."""
         rows = tuple(

@@ -147,11 +147,15 @@ PREPARING = ("awq",)  # algorithms that may stand before another step
 
 
 class AllocateSpec(Strict):
-    """A grid per tensor, so that the file meets target_bpw (bits per weight, embeddings included) or target_size."""
+    """A grid per tensor, so that the file meets target_bpw (bits per weight, embeddings included) or target_size.
+
+    measurement: the sensitivity.json of an earlier output of the same model, to choose from without measuring again.
+    """
 
     target_bpw: float | None = Field(default=None, gt=0)
     target_size: Size | None = None
     candidates: list[GridName] = Field(min_length=1)
+    measurement: str | None = None
 
     @model_validator(mode="after")
     def _one_target(self) -> "AllocateSpec":

@@ -219,13 +219,14 @@ def _resolve(data: Any, overridden: set[Loc], folder: Path) -> None:
 
     if "model" in data:
         data["model"] = absolute(data["model"], ("model",))
-    for loc in (("calibration", "data"), ("evaluate", "perplexity", "data")):
+    for loc in (("calibration", "data"), ("evaluate", "perplexity", "data"), ("allocate", "measurement")):
         section: Any = data
         for part in loc[:-1]:
             section = section.get(part) if isinstance(section, dict) else None
-        if isinstance(section, dict) and "data" in section:
-            value = section["data"]
-            section["data"] = [absolute(v, loc) for v in value] if isinstance(value, list) else absolute(value, loc)
+        key = loc[-1]
+        if isinstance(section, dict) and key in section:
+            value = section[key]
+            section[key] = [absolute(v, loc) for v in value] if isinstance(value, list) else absolute(value, loc)
 
 
 def load_recipe(name: str, settings: Sequence[str] = ()) -> Recipe:

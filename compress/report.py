@@ -114,6 +114,11 @@ def source_files(checkpoint: Checkpoint) -> list[Path]:
     return sorted([*checkpoint.path.glob("*.safetensors"), *checkpoint.path.glob("config.json")])
 
 
+def source_hashes(checkpoint: Checkpoint) -> dict[str, str]:
+    """file name -> sha256 of the source's files."""
+    return {file.name: sha256(file) for file in source_files(checkpoint)}
+
+
 def write_report(
     folder: Path,
     plan: Plan,
@@ -157,7 +162,7 @@ def _manifest(plan: Plan, checkpoint: Checkpoint, command: str, calibration: Cal
         "command": command,
         "seed": plan.recipe.seed,
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in packages},
-        "source": {file.name: sha256(file) for file in source_files(checkpoint)},
+        "source": source_hashes(checkpoint),
         "calibration": text,
         "container": plan.container.name,
         "bits_per_weight": round(plan.bits_per_weight, 4),

@@ -1,9 +1,9 @@
 """Better grid parameters for given codes, against the whole Hessian.
 
-A value is linear in each of its grid's factors (scale, minimum, their sub-block integers) while the others stay. For the
-columns S that share one, Q_S = s L + m M, and the loss trace((W - Q) H (W - Q)^T) is a quadratic in (s, m) per row:
-with G = (W - Q) H and b = G_S + Q_S H_SS, its minimum solves [L H L, L H M; M H L, M H M] (s, m) = (L b, M b). Groups are
-taken in turn; a solution is kept in the rows where it still lowers the loss after it is rounded to what can be stored.
+A value is linear in each of its grid's factors (scale, minimum, their sub-block integers) while the others stay. For
+the columns S that share one, Q_S = s L + m M, and the loss trace((W - Q) H (W - Q)^T) is a quadratic in (s, m) per row:
+with G = (W - Q) H and b = G_S + Q_S H_SS, its minimum solves [L H L, L H M; M H L, M H M] (s, m) = (L b, M b). Groups
+are taken in turn; a solution is kept in the rows where it still lowers the loss once rounded to what can be stored.
 """
 
 import torch
@@ -53,7 +53,7 @@ class _Group:
 
 
 def _solve(b: Tensor, Hs: Tensor, L: Tensor, M: Tensor | None, old: _Group) -> tuple[Tensor, Tensor | None]:
-    """Storable (scale, minimum) nearest to the optimum, [out] each; the minimum is solved again for the stored scale."""
+    """Storable (scale, minimum) nearest to the optimum, [out]; the minimum is solved again for the stored scale."""
     LH = L @ Hs
     ll, lb = (LH * L).sum(1), (L * b).sum(1)
     if M is None:
