@@ -110,7 +110,7 @@ class GGUFCheckpoint(Checkpoint):
         tensors = {name: file.tensors[name] for name, file in self._where.items()}
         factors = torch.from_numpy(self._floats(ROPE_FREQS)).flatten() if ROPE_FREQS in tensors else None
         self.config = read_config(parameters, self.arch, tensors, factors)
-        self._head_dim = head_dim(hf_config(self.config)) if self.arch.rotary_permuted else 0
+        self._head_dim = int(self.config.get("head_dim", 0))
         self._stored: dict[str, tuple[str, int | None]] = {}  # Hugging Face name -> GGUF name, expert
         self._find_tensors()
 

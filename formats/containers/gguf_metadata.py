@@ -266,7 +266,8 @@ def read_config(
     if embedding is None:
         raise DataError("token_embd.weight is missing", where=p.where)
     blocks = {int(m[1]) for tensor in tensors if (m := re.match(r"blk\.(\d+)\.", tensor))}
-    if blocks != set(range(p.need("block_count"))) or embedding.shape[-1] != p.need("embedding_length"):
+    count = p.need("block_count")
+    if len(blocks) != count or max(blocks) != count - 1 or embedding.shape[-1] != p.need("embedding_length"):
         raise DataError("the tensors do not match block_count and embedding_length", where=p.where)
     config["vocab_size"] = embedding.shape[0]
     config["tie_word_embeddings"] = "output.weight" not in tensors

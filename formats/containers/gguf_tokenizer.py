@@ -99,7 +99,7 @@ def add_tokenizer(header: gguf.GGUFWriter, directory: Path, vocab_size: int, pre
     else:
         header.add_tokenizer_pre("default")
         header.add_token_scores([score for _, score, _ in rows])
-        header.add_add_space_prefix(_prepends_space(content))
+        header.add_add_space_prefix(_prepends_space(content, spm_path))
     header.add_token_list([text for text, _, _ in rows])
     header.add_token_types([int(kind) for _, _, kind in rows])
     special = gguf.SpecialVocab(directory, load_merges=byte_level, n_vocab=vocab_size)
@@ -167,8 +167,13 @@ def _looks_special(text: str) -> bool:
     )
 
 
-def _prepends_space(content: Mapping[str, Any]) -> bool:
+def _prepends_space(content: Mapping[str, Any], spm_path: Path) -> bool:
     """Does a SentencePiece tokenizer put a space before the text? Llama 2's does, Gemma's does not."""
+    if not content["model"]:
+        from sentencepiece import SentencePieceProcessor
+
+        spm: Any = SentencePieceProcessor(model_file=str(spm_path))
+        return bool(spm.EncodeAsPieces("a")[0].startswith("\u2581"))
     text = json.dumps([content.get("normalizer"), content.get("pre_tokenizer")])
     return '"Prepend"' in text or '"prepend_scheme": "first"' in text or '"prepend_scheme": "always"' in text
 
