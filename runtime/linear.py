@@ -12,12 +12,19 @@ KERNELS = Registry(
     "kernel",
     {
         "reference": "runtime.kernels.reference:ReferenceKernel",
+        "cpu": "runtime.kernels.cpu:CpuKernel",
+        "cpu-int8": "runtime.kernels.cpu:CpuInt8Kernel",
     },
 )
 
 
 class Kernel(ABC):
-    """A weight [out, in] in the form that one multiplication routine reads. Subclasses are registered in KERNELS."""
+    """A weight [out, in] in the form that one multiplication routine reads. Subclasses are registered in KERNELS.
+
+    fusable: may `kernels/graph.py` run this linear inside its compiled step?
+    """
+
+    fusable = False
 
     @abstractmethod
     def __init__(self, weight: "Tensor | QTensor", device: str, dtype: torch.dtype) -> None:

@@ -17,10 +17,13 @@ from torch import Tensor
 from formats.arch import Arch
 from formats.checkpoint import Checkpoint
 from formats.errors import DataError
+from runtime.blocks import KVBatch
 from runtime.linear import QuantizedLinear
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from runtime.kernels.graph import Graph
 
 
 @dataclass
@@ -173,8 +176,9 @@ class Block:
     attention_post: Norm | None
     mlp_post: Norm | None
 
-    def linears(self) -> list[QuantizedLinear]:
-        return [*self.qkv, self.o, *self.up, self.down]
+    def stages(self) -> list[list[QuantizedLinear]]:
+        """Linears grouped by what they read, in data-flow order."""
+        return [self.qkv, [self.o], self.up, [self.down]]
 
 
 class Model:
@@ -244,6 +248,15 @@ class Model:
         )
 
     @cached_property
+    def graph(self) -> "Graph | None":
+        """All blocks as one compiled call, where every linear allows it."""
+        if self.dtype != torch.float32 or not all(linear.kernel.fusable for linear in self.linears()):
+            return None
+        from runtime.kernels.graph import Graph
+
+        return Graph(self)
+
+    @cached_property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
         """The checkpoint's tokenizer, through transformers."""
         import tempfile
@@ -263,6 +276,8 @@ class Model:
         h = self.embedding.rows(tokens) * config.embedding_scale
         if self.positions is not None:
             h = h + self.positions[positions]
+        if self.graph is not None and isinstance(kv, KVBatch):
+            return self.graph(h, kv)
         for i, block in enumerate(self.blocks):
             y = self._attention(i, block, block.attention_norm(h), positions, kv)
             h = h + (block.attention_post(y) if block.attention_post else y)
@@ -294,7 +309,7 @@ class Model:
 
     def linears(self) -> Sequence[QuantizedLinear]:
         """Every linear, in data-flow order; the head last."""
-        return [linear for block in self.blocks for linear in block.linears()] + [self.head]
+        return [linear for block in self.blocks for stage in block.stages() for linear in stage] + [self.head]
 
 
 def checkpoint_float(checkpoint: Checkpoint, name: str) -> Tensor:
