@@ -16,7 +16,7 @@ from formats.qtensor import Params
 Snap = Callable[[Tensor], Tensor]
 """Replaces each element by the nearest level of the format (it may work in place)."""
 
-_CHUNK = 1 << 18  # weights fitted at a time: the temporaries of a chunk stay in the processor's cache
+_CHUNK = 1 << 17  # weights fitted at a time: temporaries stay in the processor's cache, and in the allocator's hands
 _LARGEST = 1e9  # beyond anything an fp16 scale reaches; keeps squares finite
 _HALF = torch.finfo(torch.float16)
 
