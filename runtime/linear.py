@@ -14,6 +14,7 @@ KERNELS = Registry(
         "reference": "runtime.kernels.reference:ReferenceKernel",
         "cpu": "runtime.kernels.cpu:CpuKernel",
         "cpu-int8": "runtime.kernels.cpu:CpuInt8Kernel",
+        "triton": "runtime.kernels.triton_linear:TritonKernel",
     },
 )
 
@@ -51,7 +52,7 @@ def choose_kernel(kernel: str, device: str) -> str:
     """The registered kernel that "auto" means on a device."""
     if kernel != "auto":
         return kernel
-    return "reference"
+    return "cpu" if device == "cpu" else "triton"
 
 
 class QuantizedLinear:

@@ -120,43 +120,68 @@ def _half_if_exact(values: Tensor) -> Tensor:
     return half if torch.equal(half.float(), values) else values
 
 
-def _parameter(chunks: list[Tensor], groups: int) -> Tensor:
-    """Values [rows, groups] of all row chunks -> [stripes, groups, 16], float16 where that loses nothing."""
-    if not chunks:
-        return torch.empty(0)
-    return _half_if_exact(_stripes(torch.cat(chunks), groups).transpose(1, 2).contiguous())
+@dataclass
+class Folded:
+    """A weight with every format's details folded into one scale and one offset (or zero point) per group.
+
+    codes: uint8 [out, in] in stored order; scale, offset: float16 or float32 [out, groups], or empty.
+    """
+
+    layout: Layout
+    shift: int
+    codes: Tensor
+    scale: Tensor
+    offset: Tensor
+    order: Tensor | None
 
 
-def pack(weight: "Tensor | QTensor") -> Packed:
-    """Repack a weight. Grids whose groups are no multiple of 16 columns become dense float32."""
-    if isinstance(weight, Tensor):
-        return pack_dense(weight)
+def fold(weight: QTensor) -> Folded | None:
+    """None where the grid's groups are no multiple of 16 columns."""
     fit = _layout(weight)
     if fit is None:
-        return pack_dense(weight.dequantize())
+        return None
     step, shift = fit
-    grid, codes, (out, n) = weight.grid, weight.codes, weight.shape
-    order = None if weight.g_idx is None else torch.argsort(weight.g_idx.long(), stable=True)
-    codes = codes if order is None else codes[:, order]
-    width = -(-n // GROUP) * GROUP
-    scale: list[Tensor] = []
-    offset: list[Tensor] = []
+    grid, (out, n) = weight.grid, weight.shape
+    scales: list[Tensor] = []
+    offsets: list[Tensor] = []
     for start in range(0, out, CHUNK):
         part = grid.columns({k: p[start : start + CHUNK] for k, p in weight.params.items()}, n)
         assert part.zero is None or part.offset is None, f"{grid} has both zero points and offsets"
-        scale.append(part.scale[:, ::step].clone())
+        scales.append(part.scale[:, ::step].clone())
         for other in (part.zero, part.offset):
             if other is not None:
-                offset.append(other[:, ::step].clone())
+                offsets.append(other[:, ::step].clone())
+    scale = _half_if_exact(torch.cat(scales))
+    offset = _half_if_exact(torch.cat(offsets)) if offsets else torch.empty(0)
     integers = isinstance(grid, IntegerLevels)
-    scales, offsets = _parameter(scale, -(-width // step)), _parameter(offset, -(-width // step))
     layout = Layout(
         store="4" if len(grid.level_table) <= 16 else "8",
         group=min(step, GROUP),
-        scale="half" if scales.dtype == torch.float16 else "float",
-        offset="" if not offset else "half" if offsets.dtype == torch.float16 else "float",
+        scale="half" if scale.dtype == torch.float16 else "float",
+        offset="" if not offsets else "half" if offset.dtype == torch.float16 else "float",
         zero=part.zero is not None,
         lowest=int(grid.level_table[0]) if integers else 0,
         table=() if integers else tuple(grid.level_table.tolist()),
     )
-    return Packed(layout, out, n, shift, _pack_codes(codes, width, layout.store == "4"), scales, offsets, order)
+    order = None if weight.g_idx is None else torch.argsort(weight.g_idx.long(), stable=True)
+    return Folded(layout, shift, weight.codes if order is None else weight.codes[:, order], scale, offset, order)
+
+
+def pack(weight: "Tensor | QTensor") -> Packed:
+    """Repack a weight for the CPU tiles. What does not fold becomes dense float32."""
+    if isinstance(weight, Tensor):
+        return pack_dense(weight)
+    f = fold(weight)
+    if f is None:
+        return pack_dense(weight.dequantize())
+    out, n = weight.shape
+    width = -(-n // GROUP) * GROUP
+    count = -(-width // (f.layout.group << f.shift))
+
+    def stripes(parameter: Tensor) -> Tensor:
+        if not parameter.numel():
+            return parameter
+        return _stripes(parameter, count).transpose(1, 2).contiguous()
+
+    codes = _pack_codes(f.codes, width, f.layout.store == "4")
+    return Packed(f.layout, out, n, f.shift, codes, stripes(f.scale), stripes(f.offset), f.order)
