@@ -1,8 +1,9 @@
 """A real engine (ik_llama.cpp) loads what we write and generates what transformers does.
 
-It runs in a process of its own: a wrong file would end it by a signal. Two of its limits (0.1.5) shape this test:
-GPT-2 needs a copy of the tied head, and its llama graph adds a mixture of experts to the normalised input of the block
-instead of the residual. Mirroring that in transformers makes Mixtral agree, which proves names and layout all the same.
+It runs in a process of its own: a wrong file would end it by a signal. Limits of the engine (0.1.5) shape this test.
+Its llama graph adds a mixture of experts to the normalised input instead of the residual: mirroring that in
+transformers makes Mixtral agree, which proves names and layout all the same. Its GPT-2 graph norms the feed-forward
+input without mean and bias, and stops; there transformers' own GGUF loader is the second reader.
 """
 
 import json
@@ -120,3 +121,19 @@ def test_every_grid_loads_and_stays_near_the_decoded_weights(tiny_model: Callabl
             top = model(torch.tensor([prompt])).logits[0, -1].topk(3).indices.tolist()
         near += not found or found[0] in top
     assert near >= 3
+
+
+def test_transformers_loads_gpt2_as_we_do(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    directory = tiny_model("gpt2", n_positions=1024)  # its loader knows no other length
+    source = SafetensorsContainer().open_reader(directory)
+    writer = GGUFContainer().open_writer(tmp_path, source, {}, {})
+    for name in source.names():
+        writer.write(name, source.read(name))
+    writer.close()
+    ids = torch.arange(3, 67)[None]
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)(ids).logits
+        found = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)(ids).logits
+    assert (found[..., :384] - expected).abs().max() < 1e-4
