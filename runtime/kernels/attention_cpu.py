@@ -40,10 +40,31 @@ def _bits_to_float(typingctx: Any, bits: Any) -> Any:
     return types.float32(types.uint32), codegen
 
 
+def _splat(builder: Any, vector: Any, value: Any) -> Any:
+    undefined, lane = ir.Constant(vector, ir.Undefined), ir.IntType(32)
+    first = builder.insert_element(undefined, value, lane(0))
+    return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(lane, LANES), [0] * LANES))
+
+
+@_intrinsic
+def _highest(typingctx: Any, a: Any, at: Any) -> Any:
+    """The greatest of the 16 elements from a[at] on, float32."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        vector = ir.VectorType(ir.FloatType(), LANES)
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        kind = ir.FunctionType(ir.FloatType(), [vector])
+        reduce = cgutils.get_or_insert_function(builder.module, kind, "llvm.vector.reduce.fmax.v16f32")
+        place = builder.bitcast(builder.gep(data, [args[1]]), vector.as_pointer())
+        return builder.call(reduce, [builder.load(place, align=4)])
+
+    return types.float32(a, types.int64), codegen
+
+
 @_intrinsic
 def _multiply_tile(typingctx: Any, a: Any, a_at: Any, a_step: Any, b: Any, b_at: Any, b_step: Any, c: Any, c_at: Any,
                    c_step: Any, depth: Any) -> Any:  # fmt: skip
-    """C[4, 16] += A[4, depth] @ B[depth, 16] in float32, one fused multiply-add per element and step of depth.
+    """C[4, 16] += A[4, depth] @ B[depth, 16], float32, fused multiply-adds, even and odd steps apart (depth even).
 
     a, b, c: float32 arrays; x_at: offset of the first element; x_step: elements from row to row. Written as vector
     code, so that neither speed nor the order of additions is left to the compiler's judgement.
@@ -62,33 +83,32 @@ def _multiply_tile(typingctx: Any, a: Any, a_at: Any, a_step: Any, b: Any, b_at:
 
         places = [vector_at(builder.add(c_at, builder.mul(c_step, word(r)))) for r in range(ROWS)]
         before, head = builder.block, builder.append_basic_block("depth")
-        first = [builder.load(place, align=4) for place in places]
+        zero = ir.Constant(vector, [0.0] * LANES)
+        first = [builder.load(place, align=4) for place in places] + [zero] * ROWS
         builder.branch(head)
         builder.position_at_end(head)
         step = builder.phi(word)
-        sums = [builder.phi(vector) for _ in range(ROWS)]
-        row = builder.gep(arrays[1], [builder.add(b_at, builder.mul(step, b_step))])
-        b_row = builder.load(builder.bitcast(row, vector.as_pointer()), align=4)
+        sums = [builder.phi(vector) for _ in first]  # those of even steps, then those of odd ones
         after = []
-        for r in range(ROWS):
-            index = builder.add(builder.add(a_at, builder.mul(a_step, word(r))), step)
-            value = builder.load(builder.gep(arrays[0], [index]))
-            lane = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.IntType(32)(0))
-            splat = builder.shuffle_vector(
-                lane, ir.Constant(vector, ir.Undefined), ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
-            )
-            after.append(builder.call(fma, [splat, b_row, sums[r]]))
-        following = builder.add(step, word(1))
+        for odd in (0, 1):
+            k = builder.add(step, word(odd))
+            row = builder.gep(arrays[1], [builder.add(b_at, builder.mul(k, b_step))])
+            b_row = builder.load(builder.bitcast(row, vector.as_pointer()), align=4)
+            for r in range(ROWS):
+                index = builder.add(builder.add(a_at, builder.mul(a_step, word(r))), k)
+                splat = _splat(builder, vector, builder.load(builder.gep(arrays[0], [index])))
+                after.append(builder.call(fma, [splat, b_row, sums[odd * ROWS + r]]))
+        following = builder.add(step, word(2))
         done = builder.append_basic_block("done")
         builder.cbranch(builder.icmp_signed("<", following, depth), head, done)
         step.add_incoming(word(0), before)
         step.add_incoming(following, head)
-        for r in range(ROWS):
-            sums[r].add_incoming(first[r], before)
-            sums[r].add_incoming(after[r], head)
+        for phi, start, value in zip(sums, first, after, strict=True):
+            phi.add_incoming(start, before)
+            phi.add_incoming(value, head)
         builder.position_at_end(done)
-        for place, value in zip(places, after, strict=True):
-            builder.store(value, place, align=4)
+        for r, place in enumerate(places):
+            builder.store(builder.fadd(after[r], after[ROWS + r]), place, align=4)
         return context.get_dummy_value()
 
     return types.void(a, types.int64, types.int64, b, types.int64, types.int64, c, types.int64, types.int64,
@@ -159,29 +179,34 @@ def _widen(x: Any, kind: int) -> Any:
 def _load(codes: Any, scales: Any, table: Any, first: int, valid: int, head: int, kind: int, out: Any) -> None:
     """Keys (or values) first .. first+valid-1 of one head as float32 into out[16, dim]; zeros after them."""
     size, dim = codes.shape[1], codes.shape[3]
+    at, offset = first // size, first % size
     for t in range(valid):
-        block, offset = table[(first + t) // size], (first + t) % size
+        block = table[at]
         scale = scales[block, head] if kind == INT8 else np.float32(1.0)
         for d in range(dim):
             out[t, d] = _widen(codes[block, offset, head, d], kind) * scale
+        offset += 1
+        if offset == size:
+            at, offset = at + 1, 0
     for t in range(valid, LANES):  # what lies there may be infinite
         out[t, :] = 0
 
 
 @numba.njit(cache=True, error_model="numpy")
-def _weigh(scores: Any, first: int, position: int, scale: Any, window: int, softcap: Any, peak: Any) -> Any:
-    """Turn 16 raw scores into unnormalised weights, in place; returns (new maximum, factor for the sums so far)."""
-    high = peak
+def _weigh(scores: Any, i: int, first: int, position: int, scale: Any, window: int, softcap: Any, peak: Any) -> Any:
+    """Turn the 16 raw scores of row i into unnormalised weights; returns (new maximum, factor for the sums so far)."""
     for t in range(LANES):
-        score = scores[t] * scale
-        if softcap != 0:
-            score = softcap * np.float32(math.tanh(score / softcap))
-        visible = first + t <= position and (window == 0 or first + t > position - window)
-        scores[t] = score if visible else np.float32(-np.inf)
+        scores[i, t] *= scale
+    if softcap != 0:
+        for t in range(LANES):
+            scores[i, t] = softcap * np.float32(math.tanh(scores[i, t] / softcap))
+    if first + LANES - 1 > position or (window != 0 and first <= position - window):
+        for t in range(LANES):
+            visible = first + t <= position and (window == 0 or first + t > position - window)
+            scores[i, t] = scores[i, t] if visible else np.float32(-np.inf)
+    high = max(peak, _highest(scores, i * LANES))
     for t in range(LANES):
-        high = scores[t] if scores[t] > high else high
-    for t in range(LANES):
-        scores[t] = _exp(scores[t] - high)
+        scores[i, t] = _exp(scores[i, t] - high)
     return high, _exp(peak - high)
 
 
@@ -189,7 +214,8 @@ def _weigh(scores: Any, first: int, position: int, scale: Any, window: int, soft
 def _attend_tile(tile: Any, head: int, q: Any, k: Any, v: Any, k_scale: Any, v_scale: Any, table: Any, out: Any,
                  scale: Any, window: int, softcap: Any, kind: int) -> None:  # fmt: skip
     start, tokens, position = tile[1], tile[2], tile[3]
-    group, dim = q.shape[1] // k.shape[2], k.shape[3]
+    size, heads, dim = k.shape[1], k.shape[2], k.shape[3]
+    group, k_flat, v_flat = q.shape[1] // heads, k.reshape(-1), v.reshape(-1)
     rows, width = tokens * group, (dim + LANES - 1) // LANES * LANES
     padded = (rows + ROWS - 1) // ROWS * ROWS
     queries, sums = np.zeros((padded, width), np.float32), np.zeros((padded, width), np.float32)
@@ -199,12 +225,20 @@ def _attend_tile(tile: Any, head: int, q: Any, k: Any, v: Any, k_scale: Any, v_s
     for r in range(rows):
         queries[r, :dim] = q[start + r // group, head * group + r % group]
     last = position + tokens - 1
+    readable = kind == FLOAT and dim == width and size % LANES == 0  # full tiles need no copy
     for first in range(max(0, position - window + 1) // LANES * LANES if window else 0, last + 1, LANES):
         valid = min(LANES, last + 1 - first)
-        _load(k, k_scale, table, first, valid, head, kind, values)
+        direct = readable and valid == LANES
+        base = ((np.int64(table[first // size]) * size + first % size) * heads + head) * dim
+        if not direct:
+            _load(k, k_scale, table, first, valid, head, kind, values)
         for d in range(0, width, LANES):
-            _transpose_tile(values, d, width, keys, d * LANES, LANES)
-        _load(v, v_scale, table, first, valid, head, kind, values)
+            if direct:
+                _transpose_tile(k_flat, base + d, heads * dim, keys, d * LANES, LANES)
+            else:
+                _transpose_tile(values, d, width, keys, d * LANES, LANES)
+        if not direct:
+            _load(v, v_scale, table, first, valid, head, kind, values)
         for r in range(0, padded, ROWS):
             newest = position + min(r + ROWS, rows) // group
             if first > newest or (window and first + LANES <= position + r // group - window + 1):
@@ -214,16 +248,19 @@ def _attend_tile(tile: Any, head: int, q: Any, k: Any, v: Any, k_scale: Any, v_s
             for i in range(ROWS):
                 at = position + (r + i) // group
                 if r + i >= rows or first > at or (window and first + LANES <= at - window + 1):
-                    scores[i] = 0  # this row sees none of these keys: leave its sums alone
+                    scores[i, :] = 0  # this row sees none of these keys: leave its sums alone
                     continue
-                peaks[r + i], factor = _weigh(scores[i], first, at, scale, window, softcap, peaks[r + i])
+                peaks[r + i], factor = _weigh(scores, i, first, at, scale, window, softcap, peaks[r + i])
                 for t in range(LANES):
                     totals[r + i, t] = totals[r + i, t] * factor + scores[i, t]
                 if factor != 1:
                     for d in range(width):
                         sums[r + i, d] *= factor
             for d in range(0, width, LANES):
-                _multiply_tile(scores, 0, LANES, values, d, width, sums, r * width + d, width, LANES)
+                if direct:
+                    _multiply_tile(scores, 0, LANES, v_flat, base + d, heads * dim, sums, r * width + d, width, LANES)
+                else:
+                    _multiply_tile(scores, 0, LANES, values, d, width, sums, r * width + d, width, LANES)
     for r in range(rows):
         total = np.float32(0.0)
         for t in range(LANES):
