@@ -11,6 +11,12 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """AWQ stores column AWQ_ORDER[i] of every eight at position i of a word."""
 
 
+def flat(tensor: Tensor) -> Tensor:
+    """A tensor as one contiguous dimension that `view` may reinterpret. (A tensor with one row, or of one element,
+    counts as contiguous whatever its strides, and view would refuse it.)"""
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,))
+
+
 def words_for(n: int, bits: int) -> int:
     """32-bit words that n codes take."""
     return -(-n * bits // 32)
@@ -24,7 +30,7 @@ def pack_bits(codes: Tensor, bits: int) -> Tensor:
     if 8 % bits == 0:  # whole codes per byte: join neighbours, ten times faster
         for width in (w for w in (1, 2, 4) if w >= bits):
             padded = padded[:, ::2] | padded[:, 1::2] << width
-        return padded.view(torch.int32)[:, : words_for(n, bits)].contiguous()
+        return flat(padded).view(torch.int32).view(rows, -1)[:, : words_for(n, bits)].contiguous()
     padded = padded.view(rows, blocks, 32)
     words = torch.zeros(rows, blocks, bits, dtype=torch.int64, device=codes.device)
     for i in range(32):
@@ -42,7 +48,7 @@ def unpack_bits(words: Tensor, bits: int, n: int) -> Tensor:
     rows = words.shape[0]
     mask = (1 << bits) - 1
     if 8 % bits == 0:
-        packed = words.contiguous().view(torch.uint8)
+        packed = flat(words).view(torch.uint8).view(rows, -1)
         fields = torch.stack([packed >> shift & mask for shift in range(0, 8, bits)], dim=-1)
         return fields.view(rows, -1)[:, :n].contiguous()
     blocks = -(-n // 32)

@@ -24,6 +24,15 @@ def test_packing_equals_one_long_integer(bits: int, rows: int, n: int, seed: int
     assert torch.equal(unpack_bits(words, bits, n), codes)
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_rows_with_odd_strides(bits: int) -> None:
+    """A column turned into a row counts as contiguous."""
+    column = torch.arange(64, dtype=torch.uint8)[:, None] & ((1 << bits) - 1)
+    words = pack_bits(column.T.contiguous(), bits)
+    assert words.tolist() == [slow_pack(column.flatten().tolist(), bits)]
+    assert torch.equal(unpack_bits(words.T.contiguous().T, bits, 64), column.T)
+
+
 def test_three_bits_are_a_continuous_stream() -> None:
     """32 codes in 3 words: code 10 has its top bit in the second word, code 21 its top two in the third."""
     for i, expected in ((10, [3 << 30, 1, 0]), (21, [0, 1 << 31, 3])):

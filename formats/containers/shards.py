@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from formats.errors import DataError, ResourceError
+from formats.packing import flat
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -210,9 +211,7 @@ class ShardWriter:
     def store(self, name: str, tensor: Tensor) -> None:
         slot = self._slots[name]
         assert (tensor.dtype, tuple(tensor.shape)) == (slot.dtype, slot.shape), f"{name}: {tensor.dtype} {tensor.shape}"
-        # as_strided, since a tensor of one element counts as contiguous whatever its stride, and view would refuse it.
-        flat = tensor.detach().cpu().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-        data = memoryview(flat.numpy().data)
+        data = memoryview(flat(tensor.detach().cpu()).view(torch.uint8).numpy().data)
         done = 0
         while done < len(data):  # one call moves at most 2 GiB
             done += os.pwrite(self._fds[slot.file], data[done:], slot.offset + done)
