@@ -48,7 +48,7 @@ def check_lengths(plan: Plan, checkpoint: Checkpoint) -> None:
 
 def check_disk(plan: Plan, out: Path) -> None:
     """The output, and the work kept for --resume, fit on the disk."""
-    needed = 2 * plan.nbytes + (64 << 20)
+    needed = 2 * plan.nbytes + (16 << 20)
     folder = next(parent for parent in out.absolute().parents if parent.exists())
     free = shutil.disk_usage(folder).free
     if free < needed:

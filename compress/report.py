@@ -11,6 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from safetensors import SafetensorError
+
 from calib.text import CalibrationSet
 from compress.card import model_card
 from compress.plan import Plan
@@ -57,7 +59,7 @@ class OutputDirectory:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        full = _is_full(error)
         if (full or isinstance(error, BitwrightError)) and not self.resumed:
             shutil.rmtree(self.partial, ignore_errors=True)
         if full:
@@ -77,6 +79,13 @@ class OutputDirectory:
             shutil.rmtree(self._old, ignore_errors=True)
         else:
             self._old.unlink(missing_ok=True)
+
+
+def _is_full(error: BaseException | None) -> bool:
+    """A full disk, told by the system or, in words only, by safetensors."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return isinstance(error, SafetensorError) and f"os error {errno.ENOSPC}" in str(error)
 
 
 def _beside(out: Path, kind: str) -> Path:

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 import yaml
+from safetensors import SafetensorError
 
 from calib.text import CalibrationSet
 from compress.plan import make_plan
@@ -64,7 +65,11 @@ def test_a_file_in_the_way_is_overwritten_too(tmp_path):
     assert tree(tmp_path) == ["out", "out/weights"]
 
 
-@pytest.mark.parametrize("error", [DataError("no"), OSError(errno.ENOSPC, "No space left on device")])
+FULL = OSError(errno.ENOSPC, "No space left on device")
+FULL_TOO = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+
+@pytest.mark.parametrize("error", [DataError("no"), FULL, FULL_TOO])
 def test_errors_leave_the_previous_state(tmp_path, error):
     out = tmp_path / "out"
     finish(out, "old")
@@ -77,7 +82,7 @@ def test_errors_leave_the_previous_state(tmp_path, error):
 def test_a_full_disk_says_how_much_is_needed(tmp_path):
     directory = OutputDirectory(tmp_path / "out", needed=90_000_000)
     with pytest.raises(ResourceError, match="the output needs 90 MB") as caught, directory:
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise FULL
     assert caught.value.exit_code == 4 and tree(tmp_path) == []
 
 
@@ -91,11 +96,11 @@ def test_an_interruption_can_be_resumed(tmp_path, stop):
         OutputDirectory(out)
     with pytest.raises(UsageError, match="changed"), OutputDirectory(out, resume=True):
         raise UsageError("changed")  # refusing to resume keeps what is there
-    directory = OutputDirectory(out, resume=True)
+    directory = OutputDirectory(out, resume=True, overwrite=True)  # together: replace OUT by what is resumed
     with directory as folder:
         assert (folder / "part").read_text() == "done"
         directory.commit()
-    assert tree(tmp_path) == ["out", "out/part"]
+    assert tree(out) == ["part"]
 
 
 def test_overwrite_drops_an_interrupted_run(tmp_path):
