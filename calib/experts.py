@@ -24,12 +24,26 @@ def checkpoint_name(arch: Arch, path: str) -> str:
     return path
 
 
+def _count(config: dict[str, Any]) -> int:
+    return int(config.get("num_local_experts") or config.get("num_experts") or 0)
+
+
 def expand_stages(arch: Arch, config: dict[str, Any]) -> tuple[tuple[str, ...], ...]:
     """The family's stages with {e} spelled out for every routed expert."""
-    count = config.get("num_local_experts") or config.get("num_experts") or 0
     return tuple(
-        tuple(name.replace("{e}", str(e)) for e in (range(count) if "{e}" in stage[0] else [0]) for name in stage)
+        tuple(
+            name.replace("{e}", str(e)) for e in (range(_count(config)) if "{e}" in stage[0] else [0]) for name in stage
+        )
         for stage in arch.stages
+    )
+
+
+def expand_pairs(arch: Arch, config: dict[str, Any]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """The family's scale pairs with {e} spelled out for every routed expert."""
+    return tuple(
+        (operator.replace("{e}", str(e)), tuple(name.replace("{e}", str(e)) for name in targets))
+        for operator, targets in arch.scale_pairs
+        for e in (range(_count(config)) if "{e}" in operator else [0])
     )
 
 

@@ -2,8 +2,9 @@
 
 Replacing W by W + D moves the mean KL divergence per token by 1/2 D^T F D, F the Fisher information. With labels drawn
 from the model's own predictions, the gradient g_t of log p(label) at a linear's output is a sample of what its output
-error does to the logits, so that 1/(2T) sum_t (g_t . D x_t)^2 estimates that cost from one backward pass for every D.
-The head's cost is the divergence itself. The model goes by block by block, forth and back; between them only the hidden
+error does to the logits. With M = sum_t g_t x_t^T over a row of text, E <D, M>^2 / 2T is that cost for any D. Rounding
+errors of different output channels are all but independent, so the cross terms between channels only add noise, and
+1/(2T) sum_j (D_j . M_j)^2 estimates the cost of every D from one backward pass. The head's cost is the divergence itself. The model goes by block by block, forth and back; between them only the hidden
 states at block boundaries are kept.
 """
 
@@ -54,7 +55,8 @@ def measure(
         progress(total - i, total)
     embedding = f"{checkpoint.arch.embedding}.weight"
     if embedding in candidates:
-        _lookup_costs(dequantized(checkpoint.read(embedding)), rows, gradient, candidates[embedding], costs, embedding)
+        weight = dequantized(checkpoint.read(embedding))
+        _lookup_costs(weight, rows, gradient * walk.embed_scale, candidates[embedding], costs, embedding)
     return costs
 
 
@@ -113,8 +115,8 @@ def _recorded(block: Block, names: Sequence[str]) -> Iterator[dict[str, list[tup
 
     def forward(name: str) -> Callable[[nn.Module, Any, Tensor], None]:
         def hook(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-            x = args[0].detach().flatten(0, -2)
-            output.register_hook(lambda g: seen[name].append((x, g.detach().flatten(0, -2))))
+            x = args[0].detach()
+            output.register_hook(lambda g: seen[name].append((x, g.detach())))
 
         return hook
 
@@ -142,13 +144,15 @@ def _backward(
         costs[full[name]] = dict.fromkeys((g.name for g in candidates[full[name]]), 0.0)
         if not seen[name]:  # an expert without a token
             continue
-        x = torch.cat([x for x, _ in seen[name]])
-        g = torch.cat([g for _, g in seen[name]])
-        weight = block.weight(name)
-        importance = x.square().mean(0)
-        for grid in candidates[full[name]]:
-            error = _rounded(grid, weight, importance) - weight
-            costs[full[name]][grid.name] = float(((x @ error.T) * g).sum(1).square().sum()) / (2 * tokens)
+        weight, width = block.weight(name), seen[name][0][0].shape[-1]
+        importance = torch.cat([x.reshape(-1, width) for x, _ in seen[name]]).square().mean(0)
+        errors = {grid.name: _rounded(grid, weight, importance) - weight for grid in candidates[full[name]]}
+        for x, g in seen[name]:
+            rows = zip(x, g, strict=True) if x.ndim == 3 else [(x, g)]  # an expert's tokens have lost their rows
+            for one_x, one_g in rows:
+                M = one_g.T @ one_x
+                for grid_name, error in errors.items():
+                    costs[full[name]][grid_name] += float((error * M).sum(1).square().sum()) / (2 * tokens)
     return out
 
 
@@ -156,12 +160,11 @@ def _lookup_costs(
     weight: Tensor, rows: Tensor, gradient: Tensor, grids: Sequence[Grid], costs: Costs, name: str
 ) -> None:
     """Add what an error in the embedding costs as a lookup (it may have cost something as a tied head already)."""
-    ids, g = rows.flatten(), gradient.flatten(0, 1)
+    M = torch.zeros_like(weight).index_add_(0, rows.flatten(), gradient.flatten(0, 1).to(weight.device))
     mine = costs.setdefault(name, {})
     for grid in grids:
-        params = grid.fit(weight)
-        error = (grid.decode(grid.encode(weight, params), params) - weight)[ids].to(g.device)
-        mine[grid.name] = mine.get(grid.name, 0.0) + float((error * g).sum(1).square().sum()) / (2 * len(ids))
+        error = _rounded(grid, weight, None) - weight
+        mine[grid.name] = mine.get(grid.name, 0.0) + float((error * M).sum(1).square().sum()) / (2 * rows.numel())
 
 
 def end_to_end(checkpoint: Checkpoint, rows: Tensor, grids: Mapping[str, Grid], *, device: str = "cpu") -> float:

@@ -6,8 +6,9 @@ memory at a time; between blocks only the hidden states of the calibration token
 
 import copy
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
-from calib.experts import checkpoint_name, expand_stages, module_path, split_experts
+from calib.experts import checkpoint_name, expand_pairs, expand_stages, module_path, split_experts
 from calib.stats import InputStats
 from formats.checkpoint import Checkpoint
 from formats.qtensor import QTensor, dequantized
+
+PROBE_TOKENS = 2048  # tokens on which variants of a block are compared
 
 
 class _Stop(BaseException):
@@ -84,9 +87,13 @@ class Walk:
         self._build_skeleton()
         self._calls: dict[int, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}
         hidden = self.config.hidden_size
-        self.hidden = Store((*rows.shape, hidden), torch.float32, activation_budget, spill_dir).data
+        self._store = Store((*rows.shape, hidden), torch.float32, activation_budget, spill_dir)
+        self.hidden = self._store.data
         for at in self.batches():
             self.hidden[at] = self._embed(rows[at].to(self.device))
+        self.probe_rows = slice(0, max(1, min(len(rows), PROBE_TOKENS // rows.shape[1])))
+        self._embed(rows[self.probe_rows].to(self.device))
+        self.embed_scale = float(getattr(self._embedding[0], "embed_scale", 1.0))  # of looked-up embeddings (gemma)
         self._embedding.to("meta")
 
     def batches(self) -> Iterator[slice]:
@@ -179,6 +186,14 @@ class Walk:
         return self.call(module, i, self.hidden[at].to(self.device))
 
 
+@dataclass
+class Probe:
+    """What a block does to the probe rows: its output, and what its linears see, float32 [tokens, in] by name."""
+
+    output: Tensor
+    inputs: dict[str, Tensor]
+
+
 class Block:
     """One loaded decoder block of a walk."""
 
@@ -186,6 +201,8 @@ class Block:
         self.walk, self.module, self.index = walk, module, index
         self.prefix = walk.arch.block.format(i=index)
         self.stages = expand_stages(walk.arch, walk.checkpoint.config)
+        config = walk.config
+        self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._done: set[str] = set()
 
     def linear(self, name: str) -> Any:
@@ -242,6 +259,47 @@ class Block:
         for s in stats.values():
             s.finish()
         return {name: stats[owner] for name, owner in owners.items()}
+
+    def output(self) -> Tensor:
+        """The block's output on the probe rows, as its weights are now."""
+        return self.walk.run_block(self.module, self.index, self.walk.probe_rows).float()
+
+    def probe(self, names: Sequence[str]) -> Probe:
+        """Run the probe rows once, noting the named linears' inputs. Experts that see no token are left out."""
+        inputs: dict[str, Tensor] = {}
+
+        def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+            def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
+                inputs[name] = args[0].reshape(-1, args[0].shape[-1]).float()
+
+            return hook
+
+        handles = [self.linear(name).register_forward_pre_hook(watch(name)) for name in names]
+        output = self.output()
+        for handle in handles:
+            handle.remove()
+        return Probe(output, inputs)
+
+    def scale_pairs(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """The family's (operator, linears that read its output), each routed expert's spelled out."""
+        return expand_pairs(self.walk.arch, self.walk.checkpoint.config)
+
+    def output_width(self, operator: str) -> int:
+        """Channels that an operator, a norm or a linear, gives out."""
+        weight = self.linear(operator).weight
+        return int(weight.shape[-1 if weight.ndim == 1 or self.is_transposed(operator) else 0])
+
+    def divide_output(self, operator: str, s: Tensor) -> dict[str, Tensor]:
+        """Divide an operator's output channels by s [width], exactly. Returns the changed parameters by full name."""
+        module = self.linear(operator)
+        if module.weight.ndim == 1:  # some norms multiply by 1 + weight
+            offset = self.walk.arch.norm_offset
+            module.weight.copy_((module.weight + offset) / s - offset)
+        else:
+            self.replace(operator, self.weight(operator) / s[:, None])
+        if getattr(module, "bias", None) is not None:
+            module.bias.copy_(module.bias / s)
+        return {f"{self.prefix}.{operator}.{n}": p.detach().clone() for n, p in module.named_parameters()}
 
     def done(self, stage: tuple[str, ...]) -> None:
         """The stage's weights are final: a child module with none left is run once more, then answers from memory."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from calib.stats import InputStats
 from calib.walk import Block, Walk
-from compress.algorithms import ALGORITHMS, Outcome
+from compress.algorithms import ALGORITHMS, PREPARATIONS, Outcome
 from compress.plan import Plan
 from compress.recipe import RtnStep
 from compress.work import Parts, Work
@@ -58,11 +58,12 @@ class Quantizer:
 
     def _block(self, block: Block) -> Parts:
         """All steps on one block."""
-        *preparing, last = self.plan.recipe.steps
+        steps = self.plan.recipe.steps
         grids = {name: self.plan.grids.get(f"{block.prefix}.{name}.weight") for stage in block.stages for name in stage}
         done: Parts = {}
-        for step in preparing:
-            done |= ALGORITHMS[step.algorithm](block, {n: g for n, g in grids.items() if g}, step)
+        for step in steps:
+            if step.algorithm in PREPARATIONS:
+                done |= PREPARATIONS[step.algorithm](block, {n: g for n, g in grids.items() if g}, step)
         for stage in block.stages:
             wanted = [name for name in stage if grids[name]]
             if wanted:
@@ -71,7 +72,7 @@ class Quantizer:
                     grid = grids[name]
                     assert grid is not None
                     full = f"{block.prefix}.{name}.weight"
-                    outcome = self._tensor(full, block.weight(name), stats[name], grid, last)
+                    outcome = self._tensor(full, block.weight(name), stats[name], grid, steps[-1])
                     block.replace(name, outcome.tensor.dequantize())
                     done[full] = outcome.tensor
             block.done(stage)

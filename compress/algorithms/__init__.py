@@ -16,6 +16,10 @@ ALGORITHMS = Registry(
         "awq": "compress.algorithms.awq:quantize",
     },
 )
+"""name -> quantize(W, stats or None, grid, step) -> Outcome"""
+
+PREPARATIONS = Registry("algorithm", {"awq": "compress.algorithms.awq:fold_scales"})
+"""name -> prepare(block, grids, step) -> changed parameters; done to a whole block before its codes are chosen"""
 
 
 @dataclass

@@ -10,7 +10,7 @@ from formats.qtensor import Grid, QTensor
 
 def quantize(W: Tensor, stats: InputStats | None, grid: Grid, step: RtnStep) -> Outcome:
     """W float32 [out, in]; stats None rounds without looking at inputs."""
-    params = grid.fit(W, stats.importance if stats is not None else None)
+    params = grid.fit(W, stats.importance if stats is not None and step.importance else None)
     tensor = QTensor(grid, grid.encode(W, params), params)
     error = relative_error(W, tensor.dequantize(), stats.hessian if stats is not None else None)
     return Outcome(tensor, error, error)
