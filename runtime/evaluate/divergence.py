@@ -18,9 +18,9 @@ ROWS = 64  # distributions compared at once: bounds the temporaries at a few voc
 
 
 class ReferenceLogits:
-    """The reference's log-probabilities at every scored position, 16 bits each, in two .npy files of a folder.
+    """The reference's log-probabilities at every scored position, 16 bits each, in two files of a folder.
 
-    codes.npy  uint16 [positions, vocab]: log p = low + step * code, then normalised again
+    codes.bin  uint16 [positions, vocab], raw: log p = low + step * code, then normalised again
     rows.npy   float32 [positions, 2]: low, step
 
     A row spans 20 to 40 nats, so a step is below 0.001 nats. After normalising, the error this leaves in a divergence
@@ -28,38 +28,32 @@ class ReferenceLogits:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.codes = np.load(folder / "codes.npy", mmap_mode="r")
+        self.codes = folder / "codes.bin"
         self.rows = torch.from_numpy(np.load(folder / "rows.npy"))
-        self.nbytes = self.codes.nbytes + self.rows.nbytes
-
-    @property
-    def vocab(self) -> int:
-        return int(self.codes.shape[1])
+        self.nbytes = self.codes.stat().st_size
+        self.vocab = self.nbytes // 2 // len(self.rows)
 
     def log_probabilities(self, start: int, stop: int) -> Tensor:
-        """float32 [stop - start, vocab]."""
-        codes = torch.from_numpy(self.codes[start:stop].astype(np.float32))
+        """float32 [stop - start, vocab]. Read, not mapped: mapped pages would count as this process's memory."""
+        count, offset = (stop - start) * self.vocab, 2 * start * self.vocab
+        codes = torch.from_numpy(np.fromfile(self.codes, np.uint16, count, offset=offset).astype(np.float32))
         low, step = self.rows[start:stop].split(1, dim=1)
-        return torch.log_softmax(low + step * codes, dim=-1)
+        return torch.log_softmax(low + step * codes.view(-1, self.vocab), dim=-1)
 
 
 def store_reference(scorer: Scorer, windows: Iterable[Window], folder: Path) -> None:
     """Run the reference over all windows and leave its logits in `folder`, which appears complete or not at all."""
-    windows = list(windows)
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    codes, rows, at = None, [], 0
-    for window in windows:
-        log_p = log_probabilities(scorer.logits(window.ids, window.scored + 1)[:-1]).cpu()
-        low, high = log_p.amin(1, keepdim=True), log_p.amax(1, keepdim=True)
-        step = ((high - low) / 65535).clamp(min=1e-12)
-        if codes is None:
-            shape = (sum(w.scored for w in windows), log_p.shape[1])
-            codes = np.lib.format.open_memmap(partial / "codes.npy", mode="w+", dtype=np.uint16, shape=shape)
-        codes[at : at + window.scored] = ((log_p - low) / step).round_().numpy().astype(np.uint16)
-        rows.append(torch.cat([low, step], dim=1))
-        at += window.scored
+    rows = []
+    with (partial / "codes.bin").open("wb") as file:
+        for window in windows:
+            log_p = log_probabilities(scorer.logits(window.ids, window.scored + 1)[:-1]).cpu()
+            low, high = log_p.amin(1, keepdim=True), log_p.amax(1, keepdim=True)
+            step = ((high - low) / 65535).clamp(min=1e-12)
+            file.write(((log_p - low) / step).round_().numpy().astype(np.uint16).tobytes())
+            rows.append(torch.cat([low, step], dim=1))
     np.save(partial / "rows.npy", torch.cat(rows).numpy())
     partial.replace(folder)
 

@@ -101,7 +101,8 @@ def open_scorer(path: str | Path, engine: str, device: str = "cpu", kernel: str 
     if engine not in ("transformers", "runtime"):
         raise UsageError(f'unknown engine "{engine}"', how_to_fix='one of: "transformers", "runtime"')
     with open_checkpoint(path) as checkpoint:
-        yield PackedScorer(checkpoint, device, kernel) if engine == "runtime" else DenseScorer(checkpoint, device)
+        scorer = PackedScorer(checkpoint, device, kernel) if engine == "runtime" else DenseScorer(checkpoint, device)
+    yield scorer
 
 
 @contextlib.contextmanager
