@@ -1,6 +1,7 @@
 """GGUF models: one file for weights, config and tokenizer, as llama.cpp and its relatives load it."""
 
 import re
+import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -219,7 +220,11 @@ def from_gguf(arch: Arch, name: str, value: Tensor | QTensor, width: int) -> Ten
 
 
 class GGUFWriter(Writer):
-    """Writes `model.gguf` (option `name`): the header from what is known beforehand, then tensors in any order."""
+    """Writes one file: the header from what is known beforehand, then tensors in any order.
+
+    options: name of the file ("model"); dtype of float matrices (the source's); imatrix, the provenance that
+    llama-quantize records: {file, dataset, entries_count, chunks_count}.
+    """
 
     def __init__(self, out: Path, source: Checkpoint, grids: Mapping[str, Grid], options: Mapping[str, Any]) -> None:
         self.arch = source.arch
@@ -283,13 +288,16 @@ class GGUFWriter(Writer):
         else:
             header.add_type(gguf.GGUFType.MODEL)
             sizes = header.get_total_parameter_count()
-            metadata = gguf.Metadata.load(None, source.path, options.get("model_name"), sizes[0])
+            metadata = gguf.Metadata.load(model_path=source.path, total_params=sizes[0])
             metadata.name = metadata.name or source.path.name
             metadata.size_label = metadata.size_label or gguf.size_label(*sizes)
             metadata.set_gguf_meta_model(header)
             add_hyperparameters(header, source.config, self.arch)
             rows = source.shape(f"{self.arch.embedding}.weight")[0]
-            add_tokenizer(header, source.path, rows, options.get("pre_type"))
+            with tempfile.TemporaryDirectory() as folder:  # a part of a model may stand for a GGUF file
+                if not source.path.is_dir():
+                    source.save_tokenizer(Path(folder))
+                add_tokenizer(header, source.path if source.path.is_dir() else Path(folder), rows)
         header.add_quantization_version(gguf.GGML_QUANT_VERSION)
         header.add_file_type(file_type(self._types.values()))
         for key, value in dict(options.get("imatrix") or {}).items():

@@ -71,11 +71,11 @@ def pre_type(tokenizer: Any, where: str = "tokenizer.json") -> str:
     raise DataError(
         "llama.cpp has no name for how this tokenizer splits text",
         where=where,
-        how_to_fix=f"name the nearest as output.pre_type ({', '.join(PRE_TYPES)}), or write another format",
+        how_to_fix=f"write another format (known: {', '.join(PRE_TYPES)})",
     )
 
 
-def add_tokenizer(header: gguf.GGUFWriter, directory: Path, vocab_size: int, pre: str | None = None) -> None:
+def add_tokenizer(header: gguf.GGUFWriter, directory: Path, vocab_size: int) -> None:
     """Write the tokenizer of a Hugging Face directory. Rows of the embedding without a token become [PADn]."""
     path = directory / "tokenizer.json"
     spm_path = directory / "tokenizer.model"
@@ -95,7 +95,7 @@ def add_tokenizer(header: gguf.GGUFWriter, directory: Path, vocab_size: int, pre
     if byte_level:
         from tokenizers import Tokenizer
 
-        header.add_tokenizer_pre(pre or pre_type(Tokenizer.from_file(str(path)), where=str(path)))
+        header.add_tokenizer_pre(pre_type(Tokenizer.from_file(str(path)), where=str(path)))
     else:
         header.add_tokenizer_pre("default")
         header.add_token_scores([score for _, score, _ in rows])
