@@ -140,6 +140,12 @@ def mixed_requests(
     return prompts, params
 
 
+def rectangular(params: Sequence[SamplingParams], width: int) -> list[SamplingParams]:
+    """What static batching computes: in each batch of `width` requests, all run as long as the longest."""
+    longest = [max(p.max_tokens for p in params[i - i % width :][:width]) for i in range(len(params))]
+    return [replace(p, max_tokens=n) for p, n in zip(params, longest, strict=True)]
+
+
 def compare(
     path: str | Path,
     requests: int = 16,
@@ -151,7 +157,7 @@ def compare(
 ) -> list[Rung]:
     """The same requests through every technique: each row changes what its name says against the rows before it.
 
-    Sequential rows run one request at a time; 8-bit, 4-bit and speculation too; the batches run all of them at once.
+    All but the batches run one request at a time; the batches a quarter of them at once, the static one as a rectangle.
     """
     load: dict[str, Any] = dict(kernel=kernel, device=device)
     model = load_model(path, **load)
@@ -174,7 +180,8 @@ def compare(
         settings = dict(kv_tokens=whole * options.get("max_running", 1), prefix_cache=False, max_running=1) | options
         Engine(loaded, draft=guesser, **settings).generate(prompts[:1], SamplingParams(max_tokens=2))
         engine = Engine(loaded, draft=guesser, **settings)
-        return lambda: _drain(engine, prompts, params) + weight_bytes(loaded)
+        wanted = rectangular(params, running) if options.get("mode") == "static" else params
+        return lambda: _drain(engine, prompts, wanted) + weight_bytes(loaded)
 
     add("no cache", lambda: _without_cache(model, prompts, params) + weight_bytes(model))
     add("KV cache", served(model, block_size=whole))

@@ -192,9 +192,11 @@ class Engine:
         lengths = [chunk.guesses for chunk in plan.chunks]
         if not any(lengths):
             return [Guess() for _ in plan.chunks]
+        caught_up = all(len(c.sequence.tokens) - c.sequence.drafted <= 2 for c in plan.chunks if c.guesses)
         started = time.perf_counter()
         guesses = self.drafter.propose([chunk.sequence for chunk in plan.chunks], lengths)
-        self.controller.measured_guess((time.perf_counter() - started) / max(lengths))
+        if caught_up:  # else the time is that of reading a prompt
+            self.controller.measured_guess((time.perf_counter() - started) / max(lengths))
         return guesses
 
     def _forward(self, plan: Plan, guesses: list[Guess]) -> list[Array]:

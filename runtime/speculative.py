@@ -186,10 +186,11 @@ class Acceptance:
 
     kept: float = 2.0
     tried: float = 3.0
-    wait: int = 0  # tokens until guessing is tried again, once it was given up
+    wait: int = 0  # steps until guessing is tried again, once it was given up
     patience: int = 16
+    probes: int = 0  # steps that guess whatever the estimates say, to measure them
 
-    FADE = 0.95
+    FADE, PROBE = 0.95, 2  # PROBE: tokens guessed by a probe
 
     @property
     def rate(self) -> float:
@@ -218,21 +219,26 @@ class LengthController:
         """One length for each sequence of the next pass."""
         if not self.adaptive:
             return [self.longest] * len(estimates)
-        trying = []
         for estimate in estimates:
             if estimate.wait:
                 estimate.wait -= 1
-                if estimate.wait == 0:  # one more chance: a single success brings it back
-                    estimate.kept, estimate.tried = 0.5, 1.0
-            trying.append(estimate.wait == 0)
-        rates = [e.rate for e, tries in zip(estimates, trying, strict=True) if tries]
+                if estimate.wait == 0:
+                    estimate.kept, estimate.tried, estimate.probes = 0.5, 1.0, 1
+        rates = [e.rate for e in estimates if e.wait == 0]
         best = max(range(self.longest + 1), key=lambda k: self.speed(rates, len(estimates), k))
+        return [self._length(estimate, best) for estimate in estimates]
+
+    def _length(self, estimate: Acceptance, best: int) -> int:
+        """`best` for a sequence that tries; more for a probe; giving up, for ever longer, where guessing loses."""
+        if estimate.wait:
+            return 0
+        if estimate.probes:
+            estimate.probes -= 1
+            return max(best, min(estimate.PROBE, self.longest))
         if best == 0:
-            for estimate, tries in zip(estimates, trying, strict=True):
-                if tries:
-                    estimate.wait = estimate.patience
-                    estimate.patience = min(2 * estimate.patience, 1024)
-        return [best if tries else 0 for tries in trying]
+            estimate.wait = estimate.patience
+            estimate.patience = min(2 * estimate.patience, 1024)
+        return best
 
     def speed(self, rates: Sequence[float], sequences: int, k: int) -> float:
         """Expected tokens per second when len(rates) of the sequences guess k tokens each."""
@@ -264,7 +270,7 @@ class LengthController:
 
     def fresh(self) -> Acceptance:
         """For a new sequence: what was seen so far, as weak evidence."""
-        return Acceptance(3 * self.acceptance.rate, 3.0)
+        return Acceptance(3 * self.acceptance.rate, 3.0, probes=2)
 
 
 def _smooth(known: float, seconds: float) -> float:

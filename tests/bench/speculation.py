@@ -63,8 +63,11 @@ def main() -> int:
     parser.add_argument("--draft", type=Path, default=QUICKSTART / "draft")
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--kernel", default="auto")
     arguments = parser.parse_args()
-    model, draft, bad = (load_model(p) for p in (arguments.model, arguments.draft, arguments.draft))
+    model, draft, bad = (
+        load_model(p, kernel=arguments.kernel) for p in (arguments.model, arguments.draft, arguments.draft)
+    )
     code = model.tokenizer.encode(CODE)
     copying = model.tokenizer.encode("".join(COPY.format(i) for i in range(3, 7)))
     good = True
