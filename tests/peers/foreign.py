@@ -1,6 +1,6 @@
 """Runs in a peer's own environment: quantises a model with it and saves the result, for our readers to open.
 
-python foreign.py gptqmodel SOURCE OUT METHOD      METHOD: gptq-sym, gptq-act-order, gptq-mixed, awq
+python foreign.py gptqmodel SOURCE OUT METHOD      METHOD: gptq-sym, gptq-act-order, gptq-mixed
 python foreign.py llmcompressor SOURCE OUT SCHEME  SCHEME: W4A16, W4A16_ASYM, W8A8, mixed
 """
 
@@ -13,7 +13,7 @@ import torch
 torch.set_num_threads(1)
 
 
-def rows(source: str, count: int) -> list[dict[str, Any]]:
+def rows(count: int) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(3, 380, (count, 64), generator=generator)
     return [{"input_ids": row.tolist(), "attention_mask": [1] * 64} for row in tokens]
@@ -27,10 +27,9 @@ def gptqmodel(source: str, out: str, method: str) -> None:
         "gptq-sym": {"bits": 4, "group_size": 32, "desc_act": False},
         "gptq-act-order": {"bits": 4, "group_size": 32, "desc_act": True, "sym": False},
         "gptq-mixed": {"bits": 4, "group_size": 32, "dynamic": dynamic},
-        "awq": {"bits": 4, "group_size": 32, "quant_method": "awq", "format": "gemm", "sym": False},
     }
     model = GPTQModel.load(source, QuantizeConfig(**options[method]), device="cpu")
-    model.quantize(rows(source, 64), batch_size=4, backend=BACKEND.AUTO)
+    model.quantize(rows(24), batch_size=8, backend=BACKEND.AUTO)
     model.save(out)
 
 
