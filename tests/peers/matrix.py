@@ -162,7 +162,7 @@ def llama_cpp(file: Path, reference: torch.Tensor) -> str:
     command = [sys.executable, str(HERE / "llama_cpp_logits.py"), str(file), *map(str, tokens)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        return f"exit {done.returncode}: {done.stderr.strip()[-100:]}"
+        return "not loaded" if "Failed to load" in done.stderr else f"crashed ({done.returncode})"
     found = np.array(json.loads(done.stdout.splitlines()[-1]))
     return f"{np.abs(found - reference[0, 23].numpy()).max():.1e}"
 
