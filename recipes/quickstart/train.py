@@ -197,7 +197,7 @@ def report(name: str, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFas
     loss = held_out_loss(model, tokens, tokenizer.bos_token_id)
     per_byte = loss * len(tokens) / len(text.encode()) / math.log(2)
     print(f"{name}: {model.num_parameters()} parameters, perplexity {math.exp(loss):.2f}, {per_byte:.3f} bits per byte")
-    for prompt, sampled in (("import ", False), ("def ", True), ("class Queue:\n    ", True)):
+    for prompt, sampled in (("import", False), ("def", True), ("class Queue:\n    def", True)):
         torch.manual_seed(SEED)
         ids = tokenizer(prompt, return_tensors="pt").input_ids
         out = model.generate(ids, max_new_tokens=120, do_sample=sampled, temperature=0.7 if sampled else None)
