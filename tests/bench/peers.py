@@ -38,13 +38,13 @@ AutoTokenizer.from_pretrained(model).save_pretrained(out)
 """
 
 
-def measured(command: list[str | Path], log: Path, **environment: str) -> tuple[float, float]:
+def measured(command: list[str | Path], log: Path, cwd: Path | None = None, **environment: str) -> tuple[float, float]:
     """Run to the end: wall seconds, and peak RSS in MB of the process or its largest child. Output goes to `log`."""
     print("running", *command[:3], "...", file=sys.stderr)
     started = time.perf_counter()
     with open(log, "wb") as out:
         process = subprocess.Popen(
-            [str(part) for part in command], stdout=out, stderr=out, env=os.environ | environment
+            [str(part) for part in command], stdout=out, stderr=out, cwd=cwd, env=os.environ | environment
         )
         _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
@@ -113,7 +113,8 @@ def python_peers(args: argparse.Namespace, work: Path) -> list[Made]:
             rows.write_text(json.dumps(calibration_rows(args)))
         script, out = work / f"make_{name.split()[0]}.py", work / f"peer-{name.split()[0]}"
         script.write_text(program)
-        cost = measured([python, script, args.reference, out, rows], script.with_suffix(".log"), **environment)
+        command = [python.absolute(), script, args.reference.absolute(), out, rows]
+        cost = measured(command, script.with_suffix(".log"), cwd=work, **environment)  # they leave logs where they run
         made.append((name, out, *cost))
     return made
 

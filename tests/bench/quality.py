@@ -169,7 +169,7 @@ def main() -> None:
     args = arguments()
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as scratch:
-        work = args.work or Path(scratch)
+        work = (args.work or Path(scratch)).absolute()
         work.mkdir(parents=True, exist_ok=True)
         made = make_all(args, work)  # before the judge's own memory is in the way
         for item in args.candidate:
