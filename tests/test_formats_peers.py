@@ -43,8 +43,10 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def made_by(peer: str, source: Path, out: Path, method: str) -> Path:
     command = [str(python_of(peer)), str(matrix.HERE / "foreign.py"), peer, str(source), str(out), method]
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
-    subprocess.run(command, check=True, env=environment, capture_output=True)
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    environment |= {"OMP_NUM_THREADS": "1", "GPTQMODEL_CPU_WORKERS": "2"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
     return out
 
 
