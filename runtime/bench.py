@@ -123,7 +123,7 @@ class Rung:
     seconds: float
     tokens_per_second: float
     memory_mb: float
-    speedup: float = 1.0
+    speedup: float
 
 
 def mixed_requests(
@@ -172,8 +172,8 @@ def compare(
         started = time.perf_counter()
         held = work()
         seconds = time.perf_counter() - started
-        rungs.append(Rung(name, round(seconds, 3), round(total / seconds, 1), round(held / 1e6, 2)))
-        rungs[-1].speedup = round(rungs[0].seconds / seconds, 2)
+        slowest = rungs[0].seconds if rungs else seconds
+        rungs.append(Rung(name, seconds, round(total / seconds, 1), round(held / 1e6, 2), round(slowest / seconds, 2)))
 
     def served(loaded: Model, **options: Any) -> Callable[[], float]:
         guesser = load_draft(path, options.pop("draft", None), **load)
@@ -191,7 +191,7 @@ def compare(
     add("static batch", served(model, max_running=running, mode="static"))
     add("continuous batch", served(model, max_running=running))
     add("speculative", served(model, draft=draft))
-    return rungs
+    return [replace(rung, seconds=round(rung.seconds, 3)) for rung in rungs]
 
 
 def _without_cache(model: Model, prompts: list[list[int]], params: list[SamplingParams]) -> float:
