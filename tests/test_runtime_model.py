@@ -12,6 +12,7 @@ from formats.arch import arch_of
 from formats.checkpoint import Checkpoint
 from formats.grids import parse_grid
 from formats.qtensor import QTensor
+from runtime.blocks import BlockManager, BlockTable, KVCache
 from runtime.kernels.reference import ContiguousKV
 from runtime.model import BatchInfo, Model, load_model
 
@@ -136,3 +137,47 @@ def test_logits_equal_transformers(family: str) -> None:
         expected = hf(tokens[None]).logits[0]
         assert (logits - expected).abs().max() < 1e-3
         assert expected.std() > 0.1
+
+
+def run_paged(model: Model, rows: list[Tensor], chunk: int = 64, dtype: str = "float32") -> list[Tensor]:
+    """Logits of all sequences over the paged cache, `chunk` tokens of each at a time."""
+    c = model.config
+    cache, manager = KVCache(c.n_layers, 16, c.n_kv_heads, c.head_dim, dtype=dtype), BlockManager(16, 16, False)
+    tables = [BlockTable() for _ in rows]
+    pieces: list[list[Tensor]] = [[] for _ in rows]
+    for start in range(0, max(map(len, rows)), chunk):
+        part = {i: r[start : start + chunk] for i, r in enumerate(rows) if start < len(r)}
+        for i, tokens in part.items():
+            assert manager.reserve(tables[i], start + len(tokens)) == []
+        batch = cache.batch([tables[i] for i in part], [len(tokens) for tokens in part.values()])
+        tokens = torch.cat(list(part.values()))
+        logits = model.logits(model.forward(tokens, batch.positions.long(), batch, BatchInfo(batch.sequence)))
+        for (i, tokens), piece in zip(part.items(), logits.split([len(t) for t in part.values()]), strict=True):
+            tables[i].length += len(tokens)
+            pieces[i].append(piece)
+    return [torch.cat(p) for p in pieces]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_compiled_step_equals_transformers_and_no_row_depends_on_another(family: str) -> None:
+    hf = random_model(family)
+    model = load_model(MemoryCheckpoint(hf, FAMILIES[family]), kernel="cpu")
+    assert model.graph is not None
+    together = run_paged(model, ROWS)
+    for tokens, logits in zip(ROWS, together, strict=True):
+        assert (logits - hf(tokens[None]).logits[0]).abs().max() < 1e-3
+        for chunk in (1, 7):
+            assert torch.equal(run_paged(model, [tokens], chunk)[0], logits), f"chunks of {chunk} change bits"
+
+
+@pytest.mark.parametrize("family", ["llama-biased-tied", "gemma3", "gpt2"])
+@torch.no_grad()
+def test_int8_activations_stay_near_and_exact_in_batches(family: str) -> None:
+    checkpoint = MemoryCheckpoint(random_model(family), FAMILIES[family], grid="q8_0")
+    fast, plain = load_model(checkpoint, kernel="cpu-int8"), load_model(checkpoint, kernel="cpu")
+    together = run_paged(fast, ROWS)
+    for tokens, logits in zip(ROWS, together, strict=True):
+        want = run_paged(plain, [tokens])[0]
+        assert 0 < (logits - want).norm() / want.norm() < 0.1
+        assert torch.equal(run_paged(fast, [tokens], 7)[0], logits)
