@@ -187,10 +187,10 @@ class Acceptance:
     kept: float = 2.0
     tried: float = 3.0
     wait: int = 0  # steps until guessing is tried again, once it was given up
-    patience: int = 16
+    patience: int = 32
     probes: int = 0  # steps that guess whatever the estimates say, to measure them
 
-    FADE, PROBE = 0.95, 2  # PROBE: tokens guessed by a probe
+    FADE = 0.95
 
     @property
     def rate(self) -> float:
@@ -229,12 +229,12 @@ class LengthController:
         return [self._length(estimate, best) for estimate in estimates]
 
     def _length(self, estimate: Acceptance, best: int) -> int:
-        """`best` for a sequence that tries; more for a probe; giving up, for ever longer, where guessing loses."""
+        """`best` for a sequence that tries, 1 for a probe; giving up, for ever longer, where guessing loses."""
         if estimate.wait:
             return 0
         if estimate.probes:
             estimate.probes -= 1
-            return max(best, min(estimate.PROBE, self.longest))
+            return min(1, self.longest)
         if best == 0:
             estimate.wait = estimate.patience
             estimate.patience = min(2 * estimate.patience, 1024)
@@ -270,7 +270,7 @@ class LengthController:
 
     def fresh(self) -> Acceptance:
         """For a new sequence: what was seen so far, as weak evidence."""
-        return Acceptance(3 * self.acceptance.rate, 3.0, probes=2)
+        return Acceptance(3 * self.acceptance.rate, 3.0, probes=0 if self.guessed else 2)
 
 
 def _smooth(known: float, seconds: float) -> float:

@@ -242,6 +242,6 @@ def test_a_hopeless_draft_is_given_up_and_tried_again_ever_more_rarely() -> None
         if length:
             steps.append(step)
             controller.record(estimate, length, 0)
-    assert len(steps) < 25 and steps[5] < 100
+    assert len(steps) < 25 and steps[4] < 100
     last = np.diff(steps)
     assert last.max() > 200 and last.max() == last[-3:].max()
