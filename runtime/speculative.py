@@ -237,7 +237,7 @@ class LengthController:
             return min(1, self.longest)
         if best == 0:
             estimate.wait = estimate.patience
-            estimate.patience = min(2 * estimate.patience, 1024)
+            estimate.patience = self.acceptance.patience = min(2 * estimate.patience, 1024)
         return best
 
     def speed(self, rates: Sequence[float], sequences: int, k: int) -> float:
@@ -266,11 +266,14 @@ class LengthController:
         """The outcome of one sequence's guesses."""
         estimate.update(kept, guessed)
         self.acceptance.update(kept, guessed)
+        if kept:
+            self.acceptance.patience = Acceptance.patience
         self.guessed, self.kept = self.guessed + guessed, self.kept + kept
 
     def fresh(self) -> Acceptance:
         """For a new sequence: what was seen so far, as weak evidence."""
-        return Acceptance(3 * self.acceptance.rate, 3.0, probes=0 if self.guessed else 2)
+        probes, patience = 0 if self.guessed else 2, self.acceptance.patience
+        return Acceptance(3 * self.acceptance.rate, 3.0, patience=patience, probes=probes)
 
 
 def _smooth(known: float, seconds: float) -> float:
