@@ -54,7 +54,9 @@ def test_plan_leaves_no_linear_behind(name):
     assert not [row.note for row in plan.rows if row.note]
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ("fast-q8", "nf4") else pytest.mark.slow) for name in RECIPES]
+)
 def test_it_runs_on_a_tiny_model(name, tiny_model, tmp_path):
     settings = [
         f"calibration.data={QUICKSTART / 'calib.txt'}",
