@@ -163,9 +163,20 @@ class Stage:
         return np.abs(self._done[:, None] - shares).argmin(0).astype(np.int64)
 
 
+_wanted = torch.get_num_threads()
+numba.get_num_threads()  # starts numba's threads, which resets the OpenMP setting that torch reads
+torch.set_num_threads(_wanted)
+
+
 def threads() -> int:
-    """Threads that the kernels use: torch's setting, as far as numba can follow."""
-    return min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
+    """Threads that the kernels use: torch's setting, as far as numba can follow.
+
+    numba is told too: else a region with work for one thread still wakes, and waits for, all the others.
+    """
+    count = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
+    if numba.get_num_threads() != count:
+        numba.set_num_threads(count)
+    return count
 
 
 class Activations(NamedTuple):
