@@ -4,8 +4,9 @@ Replacing W by W + D moves the mean KL divergence per token by 1/2 D^T F D, F th
 from the model's own predictions, the gradient g_t of log p(label) at a linear's output is a sample of what its output
 error does to the logits. With M = sum_t g_t x_t^T over a row of text, E <D, M>^2 / 2T is that cost for any D. Rounding
 errors of different output channels are all but independent, so the cross terms between channels only add noise, and
-1/(2T) sum_j (D_j . M_j)^2 estimates the cost of every D from one backward pass. The head's cost is the divergence itself. The model goes by block by block, forth and back; between them only the hidden
-states at block boundaries are kept.
+1/(2T) sum_j (D_j . M_j)^2 estimates the cost of every D from one backward pass. The head's cost is the divergence
+itself. The model goes by block by block, forth and back; between them only the hidden states at block boundaries are
+kept.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from torch.nn.functional import kl_div, linear, log_softmax
 
 from calib.walk import Block, Walk
 from formats.checkpoint import Checkpoint
-from formats.qtensor import Grid, dequantized
+from formats.qtensor import Grid
 
 Costs = dict[str, dict[str, float]]  # tensor name -> grid name -> nats per token
 _LOGIT_TOKENS = 512  # tokens whose logits are in memory at a time
@@ -55,7 +56,7 @@ def measure(
         progress(total - i, total)
     embedding = f"{checkpoint.arch.embedding}.weight"
     if embedding in candidates:
-        weight = dequantized(checkpoint.read(embedding))
+        weight = checkpoint.read_dense(embedding)
         _lookup_costs(weight, rows, gradient * walk.embed_scale, candidates[embedding], costs, embedding)
     return costs
 
@@ -68,7 +69,7 @@ class Head:
         self.norm, self.batches = walk.final_norm(), walk.batches
         untied = f"{arch.head}.weight"
         self.name = untied if untied in names else f"{arch.embedding}.weight"
-        self.weight = dequantized(walk.checkpoint.read(self.name)).to(walk.device)
+        self.weight = walk.checkpoint.read_dense(self.name).to(walk.device)
         self.softcap = walk.checkpoint.config.get("final_logit_softcapping")
 
     def log_probabilities(self, x: Tensor, weight: Tensor | None = None) -> Tensor:

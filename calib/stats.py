@@ -14,10 +14,9 @@ T = TypeVar("T")
 
 @dataclass
 class InputStats:
-    """Second moments and magnitudes of the inputs of one linear (or of several that share their input).
+    """Second moments of the inputs of one linear (or of several that share their input).
 
     hessian   float32 [in, in], sum of x x^T over tokens (only the lower triangle until `finish`)
-    abs_sum   float32 [in], sum of |x|
     tokens    number of rows seen
     derived   what algorithms computed from the above, for linears that share these statistics
     """
@@ -29,7 +28,6 @@ class InputStats:
 
     def __post_init__(self) -> None:
         self.hessian = torch.zeros(self.width, self.width, device=self.device)
-        self.abs_sum = torch.zeros(self.width, device=self.device)
 
     def add(self, x: Tensor) -> None:
         """Accumulate x, [..., in]."""
@@ -37,7 +35,6 @@ class InputStats:
         if not len(x):
             return
         self.tokens += len(x)
-        self.abs_sum += x.abs().sum(0)
         if self.device.type == "cpu":  # half the work of a full product: BLAS computes one triangle in place
             c = self.hessian.numpy().T
             ssyrk(1.0, np.ascontiguousarray(x.numpy()).T, beta=1.0, c=c, overwrite_c=1)
@@ -55,7 +52,6 @@ class InputStats:
         if self.device.type == "cpu":
             self.hessian = torch.tril(self.hessian) + torch.tril(self.hessian, -1).T
         self.hessian /= max(self.tokens, 1)
-        self.abs_sum /= max(self.tokens, 1)
 
     @property
     def importance(self) -> Tensor:

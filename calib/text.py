@@ -15,7 +15,6 @@ from torch import Tensor
 
 from formats.checkpoint import Checkpoint
 from formats.errors import DataError
-from formats.qtensor import dequantized
 
 LOOK = 4  # a source is read from its front until it has given this many times the tokens needed
 FILE_SUFFIXES = (".txt", ".raw", ".md", ".json", ".jsonl", ".parquet")
@@ -261,7 +260,7 @@ def _whole_model(checkpoint: Checkpoint) -> Any:
     config.tie_word_embeddings = f"{checkpoint.arch.head}.weight" not in names
     stored = checkpoint.stored_as(f"{checkpoint.arch.embedding}.weight")
     dtype = getattr(torch, stored) if isinstance(stored, str) else torch.bfloat16
-    state = {name: dequantized(checkpoint.read(name), dtype) for name in names}
+    state = {name: checkpoint.read_dense(name, dtype) for name in names}
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # ours is on stderr already

@@ -19,8 +19,9 @@ from transformers.initialization import no_init_weights
 
 from calib.experts import checkpoint_name, expand_pairs, expand_stages, module_path, split_experts
 from calib.stats import InputStats
+from formats.arch import is_transposed
 from formats.checkpoint import Checkpoint
-from formats.qtensor import QTensor, dequantized
+from formats.qtensor import QTensor
 
 PROBE_TOKENS = 2048  # tokens on which variants of a block are compared
 
@@ -87,14 +88,21 @@ class Walk:
         self._build_skeleton()
         self._calls: dict[int, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}
         hidden = self.config.hidden_size
-        self._store = Store((*rows.shape, hidden), torch.float32, activation_budget, spill_dir)
-        self.hidden = self._store.data
+        self._stores: dict[str, Store] = {}
+        self._budget, self._spill_dir = activation_budget, spill_dir
+        self.hidden = self.store("hidden", (*rows.shape, hidden), torch.float32)
         for at in self.batches():
             self.hidden[at] = self._embed(rows[at].to(self.device))
         self.probe_rows = slice(0, max(1, min(len(rows), PROBE_TOKENS // rows.shape[1])))
         self._embed(rows[self.probe_rows].to(self.device))
         self.embed_scale = float(getattr(self._embedding[0], "embed_scale", 1.0))  # of looked-up embeddings (gemma)
         self._embedding.to("meta")
+
+    def store(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Room for one number per token and channel that every block uses again; uninitialised."""
+        if name not in self._stores or self._stores[name].data.shape != shape:
+            self._stores[name] = Store(shape, dtype, self._budget, self._spill_dir)
+        return self._stores[name].data
 
     def batches(self) -> Iterator[slice]:
         samples = len(self.hidden)
@@ -124,7 +132,7 @@ class Walk:
 
     def _load(self, model: Any, names: list[str]) -> None:
         prefix = model.base_model_prefix + "."
-        state = {prefix + n: dequantized(self.checkpoint.read(prefix + n)) for n in names}
+        state = {prefix + n: self.checkpoint.read_dense(prefix + n) for n in names}
         model.load_state_dict(state, strict=False)
 
     @torch.no_grad()
@@ -150,19 +158,19 @@ class Walk:
         """Block i with its weights loaded; freed on exit."""
         with no_init_weights():
             module = self._block_class(self.config, layer_idx=i).float()
-        module = split_experts(module, self.arch).eval()
+        module = split_experts(module, self.arch).eval().requires_grad_(not self.exact)
         prefix = self.arch.block.format(i=i)
         for name, parameter in module.named_parameters():
-            parameter.requires_grad_(False)
-            parameter.copy_(dequantized(self.checkpoint.read(f"{prefix}.{checkpoint_name(self.arch, name)}")))
-        module.to(self.device)
-        yield Block(self, module, i)
+            parameter.data.copy_(self.checkpoint.read_dense(f"{prefix}.{checkpoint_name(self.arch, name)}"))
+        yield Block(self, module.to(self.device), i)
+        for child in module.modules():  # what stands in for a forward refers to the block: without this, a cycle
+            child.__dict__.pop("forward", None)
 
     def final_norm(self) -> Any:
         """The norm before the head, with its weights."""
         norm = self._skeleton.get_submodule(self.arch.final_norm)
         for name, parameter in norm.named_parameters():
-            parameter.data = dequantized(self.checkpoint.read(f"{self.arch.final_norm}.{name}")).to(self.device)
+            parameter.data = self.checkpoint.read_dense(f"{self.arch.final_norm}.{name}").to(self.device)
         return norm.requires_grad_(False)
 
     def head_stats(self) -> InputStats:
@@ -173,10 +181,14 @@ class Walk:
         stats.finish()
         return stats
 
+    def precision(self) -> torch.autocast:
+        """Matrix products in bfloat16 unless exact. Weights that require gradients are cast once per context."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=not self.exact)
+
     def call(self, module: nn.Module, i: int, hidden: Tensor) -> Tensor:
         """Block i on hidden states [batch, length, hidden]; the batch is one of `batches`."""
         args, kwargs = self._calls[len(hidden)][i]
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=not self.exact):
+        with self.precision():
             out = module(hidden, *args, **kwargs)
         return out[0] if isinstance(out, tuple) else out
 
@@ -204,22 +216,22 @@ class Block:
         config = walk.config
         self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self._done: set[str] = set()
+        self._kept: dict[str, Tensor] = {}
 
     def linear(self, name: str) -> Any:
         return self.module.get_submodule(module_path(self.walk.arch, name))
 
-    def is_transposed(self, name: str) -> bool:
-        return name in self.walk.arch.conv1d
-
     def weight(self, name: str) -> Tensor:
         """A linear's weight, float32 [out, in]."""
         weight = self.linear(name).weight
-        return weight.T.contiguous() if self.is_transposed(name) else weight.detach().clone()
+        return weight.T.contiguous() if is_transposed(self.walk.arch, f".{name}") else weight.detach().clone()
 
+    @torch.no_grad()
     def replace(self, name: str, weight: Tensor) -> None:
         """Put a linear's quantised weight, [out, in], in its place."""
-        self.linear(name).weight.copy_(weight.T if self.is_transposed(name) else weight)
+        self.linear(name).weight.copy_(weight.T if is_transposed(self.walk.arch, f".{name}") else weight)
 
+    @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor | QTensor]) -> None:
         """Put finished tensors (full names) of an earlier run in place."""
         for name, value in tensors.items():
@@ -236,29 +248,56 @@ class Block:
         """
         owners = {name: _input_owner(name, stage) for name in stage}
         stats = {o: InputStats(self.weight(o).shape[1], self.walk.device) for o in dict.fromkeys(owners.values())}
-        waiting: set[str] = set()
+        keep = self._keep(stage)
 
-        def watch(owner: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def see(owner: str, x: Tensor) -> None:
+            stats[owner].add(x)
+            if keep is not None:
+                keep[self._at] = x.to(keep.device)
+
+        with self.walk.precision():
+            for at in self.walk.batches():
+                self._at = at
+                self._partial(list(stats), see)
+        for s in stats.values():
+            s.finish()
+        return {name: stats[owner] for name, owner in owners.items()}
+
+    @torch.no_grad()
+    def _partial(self, names: list[str], see: Callable[[str, Tensor], None]) -> None:
+        """Run a batch as far as all the named linears have seen their input."""
+        waiting = set(names)
+
+        def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
             def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
-                stats[owner].add(args[0])
-                waiting.discard(owner)
+                see(name, args[0])
+                waiting.discard(name)
                 if not waiting:
                     raise _Stop
 
             return hook
 
-        handles = [self.linear(o).register_forward_pre_hook(watch(o)) for o in stats]
-        for number, at in enumerate(self.walk.batches()):
-            waiting.update(stats)
-            try:
-                self._run(number, at)
-            except _Stop:
-                continue
-        for handle in handles:
-            handle.remove()
-        for s in stats.values():
-            s.finish()
-        return {name: stats[owner] for name, owner in owners.items()}
+        handles = [self.linear(name).register_forward_pre_hook(watch(name)) for name in names]
+        try:
+            self.walk.run_block(self.module, self.index, self._at)
+        except _Stop:
+            pass
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _keep(self, stage: tuple[str, ...]) -> Tensor | None:
+        """Room for the inputs of the linear that a child module (attention, MLP) ends with, else None.
+
+        All linears before it are final, so its inputs are too, and nothing before it need run again.
+        """
+        child, _, rest = stage[0].partition(".")
+        mine = [name for s in self.stages for name in s if name.startswith(child + ".")]
+        if len(stage) > 1 or stage[0] != mine[-1] or "." in rest:
+            return None
+        shape = (*self.walk.hidden.shape[:-1], self.weight(stage[0]).shape[1])
+        self._kept[child] = self.walk.store(child, shape, torch.float32 if self.walk.exact else torch.bfloat16)
+        return self._kept[child]
 
     def output(self) -> Tensor:
         """The block's output on the probe rows, as its weights are now."""
@@ -287,8 +326,9 @@ class Block:
     def output_width(self, operator: str) -> int:
         """Channels that an operator, a norm or a linear, gives out."""
         weight = self.linear(operator).weight
-        return int(weight.shape[-1 if weight.ndim == 1 or self.is_transposed(operator) else 0])
+        return int(weight.shape[-1 if weight.ndim == 1 or is_transposed(self.walk.arch, f".{operator}") else 0])
 
+    @torch.no_grad()
     def divide_output(self, operator: str, s: Tensor) -> dict[str, Tensor]:
         """Divide an operator's output channels by s [width], exactly. Returns the changed parameters by full name."""
         module = self.linear(operator)
@@ -302,32 +342,46 @@ class Block:
         return {f"{self.prefix}.{operator}.{n}": p.detach().clone() for n, p in module.named_parameters()}
 
     def done(self, stage: tuple[str, ...]) -> None:
-        """The stage's weights are final: a child module with none left is run once more, then answers from memory."""
+        """The stage's weights are final. A child module that has none left need not run again in full."""
         self._done.update(stage)
         linears = [name for s in self.stages for name in s]
         for child in {name.split(".")[0] for name in stage}:
             mine = [name for name in linears if name.startswith(child + ".")]
-            if linears[-1] not in mine and self._done.issuperset(mine):
-                self._remember(self.module.get_submodule(module_path(self.walk.arch, child)))
+            if self._done.issuperset(mine):
+                module = self.module.get_submodule(module_path(self.walk.arch, child))
+                if child in self._kept:
+                    self._resume_at(module, self.linear(mine[-1]), self._kept[child])
+                elif linears[-1] not in mine:
+                    self._remember(module)
 
-    def _remember(self, child: nn.Module) -> None:
+    def _resume_at(self, child: Any, last: nn.Module, inputs: Tensor) -> None:
+        """Let a child module be its last linear on the kept inputs."""
+        attention = "attn" in type(child).__name__.lower() or "attention" in type(child).__name__.lower()
+
+        def forward(*_: Any, **__: Any) -> Any:
+            output = last(inputs[self._at].to(self.walk.device))
+            return (output, None) if attention else output
+
+        child.forward = forward
+
+    def _remember(self, child: Any) -> None:
+        """Let a child module run once more for each batch, then answer from memory."""
         forward, outputs = child.forward, {}
 
         def remembered(*args: Any, **kwargs: Any) -> Any:
-            if self._batch not in outputs:
-                outputs[self._batch] = forward(*args, **kwargs)
-            return outputs[self._batch]
+            if self._at.start not in outputs:
+                outputs[self._at.start] = forward(*args, **kwargs)
+            return outputs[self._at.start]
 
         child.forward = remembered
 
-    def _run(self, number: int, at: slice) -> Tensor:
-        self._batch = number
-        return self.walk.run_block(self.module, self.index, at)
-
     def propagate(self) -> None:
         """Replace the stored hidden states by this block's outputs."""
-        for number, at in enumerate(self.walk.batches()):
-            self.walk.hidden[at] = self._run(number, at).float().to(self.walk.hidden.device)
+        with self.walk.precision():
+            for at in self.walk.batches():
+                self._at = at
+                output = self.walk.run_block(self.module, self.index, at)
+                self.walk.hidden[at] = output.float().to(self.walk.hidden.device)
 
 
 def _input_owner(name: str, stage: tuple[str, ...]) -> str:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from compress.report import OutputDirectory
+from formats.arch import is_transposed
 from formats.checkpoint import Checkpoint, Container
 from formats.containers import CONTAINERS, open_checkpoint
-from formats.containers.safetensors import transposed
 from formats.errors import UsageError
 from formats.grids import parse_grid
 from formats.qtensor import Grid, QTensor
@@ -64,7 +64,7 @@ def _same_grids(source: Checkpoint, target: Container, quantised: Mapping[str, G
     refused: dict[str, str] = {}
     for name, grid in quantised.items():
         shape = source.shape(name)
-        linear = shape[::-1] if transposed(source.arch, name) else shape
+        linear = shape[::-1] if is_transposed(source.arch, name) else shape
         reason = f"{target.name} has no {grid}"
         for candidate in (grid, parse_grid(_ALIASES.get(grid.name, grid.name))):
             try:

@@ -6,6 +6,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from formats.arch import is_transposed
 from formats.checkpoint import Checkpoint
 from formats.errors import DataError
 from formats.integrity import verify
@@ -26,8 +27,7 @@ def inspect_model(checkpoint: Checkpoint) -> dict[str, Any]:
     histogram: Counter[str] = Counter()
     for name in checkpoint.names():
         shape, stored = checkpoint.shape(name), checkpoint.stored_as(name)
-        transposed = any(name.endswith(f".{linear}.weight") for linear in checkpoint.arch.conv1d)
-        width = shape[0 if transposed else -1] if shape else 1
+        width = shape[0 if is_transposed(checkpoint.arch, name) else -1] if shape else 1
         bits = stored.bits_per_weight(width) if isinstance(stored, Grid) else _BITS.get(stored, 32.0)
         kind = stored.name if isinstance(stored, Grid) else stored
         tensors.append({"name": name, "shape": list(shape), "stored_as": kind, "bits": round(bits, 4)})

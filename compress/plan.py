@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from compress.recipe import Recipe, with_bits
-from formats.arch import Arch
+from formats.arch import Arch, is_transposed
 from formats.checkpoint import Checkpoint, Container
 from formats.containers import CONTAINERS
 from formats.errors import UsageError
@@ -219,7 +219,7 @@ def make_plan(recipe: Recipe, checkpoint: Checkpoint) -> Plan:
         shape = checkpoint.shape(name)
         module = name.removesuffix(".weight")
         group = roles.group(module) if name.endswith(".weight") and len(shape) == 2 else None
-        linear = shape[::-1] if any(module.endswith(f".{conv}") for conv in arch.conv1d) else shape
+        linear = shape[::-1] if is_transposed(arch, module) else shape
         asked, pinned = (None, False) if group is None else _asked(recipe, container.name, module, group)
         override = recipe.override(module)
         if group is not None and override is not None:

@@ -13,7 +13,7 @@ from compress.plan import Plan
 from formats.arch import Arch
 from formats.checkpoint import Checkpoint
 from formats.errors import DataError, ResourceError, UsageError
-from formats.qtensor import Grid, QTensor, dequantized
+from formats.qtensor import Grid, QTensor
 
 _PROBE = "The 3 quick brown foxes jump over 12 lazy dogs.\n"
 
@@ -89,7 +89,7 @@ def check_finite(checkpoint: Checkpoint, progress: Callable[[int, int], None]) -
     """No NaN and no infinity in any weight. Reads the whole model, tensor by tensor."""
     names = checkpoint.names()
     for done, name in enumerate(names, 1):
-        value = dequantized(checkpoint.read(name))
+        value = checkpoint.read_dense(name)
         if value.numel() and not all(torch.isfinite(extreme) for extreme in torch.aminmax(value)):
             bad = int((~torch.isfinite(value)).sum())
             raise DataError(
@@ -137,8 +137,7 @@ def check_round_trip(plan: Plan, checkpoint: Checkpoint) -> None:
     first, embedding = f"{plan.arch.block.format(i=0)}.", f"{plan.arch.embedding}.weight"
     block = re.escape(plan.arch.block).replace(r"\{i\}", r"\d+") + r"\."
     probe = re.sub(f"^{block}", first, row.name)  # the writer sees a model of one block
-    weight = dequantized(checkpoint.read(row.name))
-    weight = weight if row.linear == row.shape else weight.T.contiguous()
+    weight = checkpoint.read_linear(row.name)
     params = row.grid.fit(weight)
     tensor = QTensor(row.grid, row.grid.encode(weight, params), params)
     norm = next(name for name in checkpoint.names() if name.startswith(first) and len(checkpoint.shape(name)) == 1)

@@ -14,7 +14,7 @@ from compress.plan import Plan
 from compress.recipe import RtnStep
 from compress.work import Parts, Work
 from formats.checkpoint import Checkpoint
-from formats.qtensor import Grid, dequantized
+from formats.qtensor import Grid
 
 OnLayer = Callable[[str, Grid, Outcome, float], None]  # name, grid, outcome, seconds
 _PLAIN = RtnStep(algorithm="rtn")
@@ -94,15 +94,9 @@ class Quantizer:
             if self.work.has(name):
                 yield self.work.load(name)
                 continue
-            done: Parts = {name: self._tensor(name, self._weight(name), None, grid, _PLAIN).tensor}
+            done: Parts = {name: self._tensor(name, self.checkpoint.read_linear(name), None, grid, _PLAIN).tensor}
             self.work.save(name, done)
             yield done
-
-    def _weight(self, name: str) -> Tensor:
-        """A linear's weight from the source, float32 [out, in]."""
-        weight = dequantized(self.checkpoint.read(name))
-        transposed = any(name.removesuffix(".weight").endswith(f".{conv}") for conv in self.checkpoint.arch.conv1d)
-        return weight.T.contiguous() if transposed else weight
 
     def _outside_names(self) -> list[str]:
         arch = self.checkpoint.arch
@@ -119,7 +113,7 @@ class Quantizer:
             is_head = tied or name == f"{self.checkpoint.arch.head}.weight"
             step = RtnStep(algorithm="rtn", importance=True)
             done[name] = self._tensor(
-                name, self._weight(name), stats if is_head else None, self.plan.grids[name], step
+                name, self.checkpoint.read_linear(name), stats if is_head else None, self.plan.grids[name], step
             ).tensor
         self.work.save(part, done)
         return done

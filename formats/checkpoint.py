@@ -5,9 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from formats.arch import Arch
+from formats.arch import Arch, is_transposed
 from formats.qtensor import Grid, QTensor
 
 
@@ -40,6 +41,19 @@ class Checkpoint(ABC):
     @abstractmethod
     def read(self, name: str) -> "Tensor | QTensor":
         """One tensor: a QTensor where the grid is one of ours, else a float tensor."""
+
+    def read_dense(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        """One tensor as floats, in Hugging Face's shape."""
+        value = self.read(name)
+        if not isinstance(value, QTensor):
+            return value.to(dtype)
+        dense = value.dequantize(dtype)
+        return dense.T.contiguous() if is_transposed(self.arch, name) else dense
+
+    def read_linear(self, name: str) -> Tensor:
+        """A linear's (or an embedding's) weight as floats, float32 [out, in]."""
+        dense = self.read_dense(name)
+        return dense.T.contiguous() if is_transposed(self.arch, name) else dense
 
     @abstractmethod
     def save_tokenizer(self, out: Path) -> None:

@@ -10,7 +10,7 @@ from formats.arch import Arch
 from formats.checkpoint import Checkpoint
 from formats.containers import open_checkpoint
 from formats.grids import parse_grid
-from formats.qtensor import Grid, QTensor, dequantized
+from formats.qtensor import Grid, QTensor
 from runtime.engine import Engine
 from runtime.model import load_model
 from runtime.sampling import SamplingParams
@@ -48,9 +48,7 @@ class Rounded(Checkpoint):
         value = self._source.read(name)
         if not self._applies(name) or (isinstance(value, QTensor) and value.grid == self._grid):
             return value
-        dense = dequantized(value)
-        if any(name.endswith(f"{linear}.weight") for linear in self.arch.conv1d) and isinstance(value, Tensor):
-            dense = dense.T.contiguous()  # a QTensor is [out, in]
+        dense = self._source.read_linear(name)
         params = self._grid.fit(dense)
         return QTensor(self._grid, self._grid.encode(dense, params), params)
 

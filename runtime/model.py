@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from formats.arch import Arch
+from formats.arch import Arch, is_transposed
 from formats.checkpoint import Checkpoint
 from formats.errors import DataError
 from runtime.blocks import KVBatch
@@ -209,8 +209,7 @@ class Model:
 
     def _linear(self, checkpoint: Checkpoint, name: str) -> QuantizedLinear:
         weight = checkpoint.read(f"{name}.weight")
-        conv1d = any(name.endswith(f".{suffix}") for suffix in checkpoint.arch.conv1d)
-        if conv1d and isinstance(weight, Tensor):
+        if isinstance(weight, Tensor) and is_transposed(checkpoint.arch, name):
             weight = weight.T.contiguous()  # a QTensor is [out, in] already
         bias = checkpoint_float(checkpoint, f"{name}.bias") if f"{name}.bias" in self._names else None
         return QuantizedLinear(weight, bias, kernel=self.kernel, device=self.device, dtype=self.dtype, name=name)

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from formats.arch import is_transposed
 from formats.checkpoint import Checkpoint
 from formats.containers import CONTAINERS, open_checkpoint
-from formats.containers.safetensors import transposed
 from formats.grids import parse_grid
 from formats.qtensor import Grid, QTensor
 
@@ -44,7 +44,7 @@ def weight(source: Checkpoint, name: str) -> torch.Tensor:
     """The linear's matrix [out, in], float32."""
     w = source.read(name)
     assert isinstance(w, torch.Tensor)
-    return (w.T if transposed(source.arch, name) else w).float().contiguous()
+    return (w.T if is_transposed(source.arch, name) else w).float().contiguous()
 
 
 def write_model(

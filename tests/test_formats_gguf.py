@@ -13,9 +13,10 @@ import torch
 from conftest import FAMILIES
 from torch import Tensor
 
+from formats.arch import is_transposed
 from formats.checkpoint import Checkpoint
 from formats.containers.gguf import GGUFCheckpoint, GGUFContainer, gguf_name, to_gguf
-from formats.containers.safetensors import SafetensorsContainer, transposed
+from formats.containers.safetensors import SafetensorsContainer
 from formats.errors import DataError, UsageError
 from formats.grids import parse_grid
 from formats.qtensor import Grid, QTensor, dequantized
@@ -37,7 +38,7 @@ def convert(source: Checkpoint, container: Any, out: Path, grids: Mapping[str, G
     for name in sorted(source.names()):  # an order unlike the file's
         value = source.read(name)
         if name in grids:
-            value = value.T if isinstance(value, Tensor) and transposed(source.arch, name) else value
+            value = value.T if isinstance(value, Tensor) and is_transposed(source.arch, name) else value
             value = quantised(value, grids[name])
         writer.write(name, value)
     writer.close()
@@ -139,12 +140,12 @@ def test_mixed_grids_equal_gguf_py_and_ours_exactly(
             assert value.grid == grids[name]
             original = source.read(name)
             assert isinstance(original, Tensor)
-            original = original.T if transposed(source.arch, name) else original
+            original = original.T if is_transposed(source.arch, name) else original
             expected = quantised(original, grids[name])
             assert torch.equal(value.codes, expected.codes)
             assert torch.equal(value.dequantize(), expected.dequantize())
         dense: Tensor | QTensor = dequantized(value)
-        dense = dense.T if not isinstance(value, QTensor) and transposed(back.arch, name) else dense
+        dense = dense.T if not isinstance(value, QTensor) and is_transposed(back.arch, name) else dense
         dense = dequantized(to_gguf(back.arch, name, dense, 64))
         assert np.array_equal(stored[ours] if expert is None else stored[ours][expert], dense.numpy()), name
 

@@ -159,6 +159,7 @@ def quantize(W: Tensor, stats: InputStats, grid: Grid, step: GptqStep) -> Outcom
         values = tensor.dequantize()
     else:
         tensor, values = gptq(W, curvature, grid)
-    plain = grid.decode(grid.encode(W, params := grid.fit(W)), params)
+    params = grid.fit(W, stats.importance)
+    plain = grid.decode(grid.encode(W, params), params)
     H = stats.hessian
     return Outcome(tensor, relative_error(W, values, H), relative_error(W, plain, H), curvature.damp)

@@ -55,6 +55,11 @@ class Arch:
         ]
 
 
+def is_transposed(arch: Arch, name: str) -> bool:
+    """Does Hugging Face store this weight as [in, out] (Conv1D)? A QTensor of it is [out, in] all the same."""
+    return any(name.removesuffix(".weight").endswith(f".{linear}") for linear in arch.conv1d)
+
+
 ARCHITECTURES = Registry(
     "architecture",
     {

@@ -12,7 +12,7 @@ import torch
 from gguf import GGMLQuantizationType, LlamaFileType
 from torch import Tensor
 
-from formats.arch import Arch
+from formats.arch import Arch, is_transposed
 from formats.checkpoint import Checkpoint, Container, Writer
 from formats.containers.gguf_blocks import LAYOUTS, pack_blocks, unpack_blocks
 from formats.containers.gguf_file import GGUFFile, GGUFFileWriter
@@ -25,7 +25,6 @@ from formats.containers.gguf_metadata import (
     rope_factors,
 )
 from formats.containers.gguf_tokenizer import GGUFTokenizer, add_tokenizer
-from formats.containers.safetensors import transposed
 from formats.errors import DataError, UsageError
 from formats.grids import parse_grid
 from formats.qtensor import Grid, QTensor
@@ -142,7 +141,7 @@ class GGUFCheckpoint(Checkpoint):
         shape = self._where[stored].tensors[stored].shape
         if expert is not None:
             return shape[1:]
-        return shape[::-1] if transposed(self.arch, name) else shape
+        return shape[::-1] if is_transposed(self.arch, name) else shape
 
     def stored_as(self, name: str) -> Grid | str:
         stored, _ = self._stored[name]
@@ -160,7 +159,7 @@ class GGUFCheckpoint(Checkpoint):
             value = unpack_blocks(self._where[stored].tensors[stored].type.name.lower(), data)
         else:
             value = torch.from_numpy(self._floats(stored, expert)).to(getattr(torch, str(self.stored_as(name))))
-            if transposed(self.arch, name):
+            if is_transposed(self.arch, name):
                 value = value.T.contiguous()
         return from_gguf(self.arch, name, value, self._head_dim)
 
@@ -251,7 +250,7 @@ class GGUFWriter(Writer):
         for name in [*listed, *(name for name in self._grids if name not in listed)]:
             stored, expert = gguf_name(self.arch, name)
             shape = source.shape(name if name in listed else f"{self.arch.embedding}.weight")  # a tied head, untied
-            shape = shape[::-1] if transposed(self.arch, name) else shape
+            shape = shape[::-1] if is_transposed(self.arch, name) else shape
             kind = self._type(name, stored, shape, source, dtype)
             if expert is not None:
                 before = shapes.get(stored, (0,))
@@ -314,7 +313,7 @@ class GGUFWriter(Writer):
             assert name not in self._grids, f"{name}: a float tensor instead of {self._grids[name]}"
             if isinstance(value, QTensor):
                 value = value.dequantize()
-            elif transposed(self.arch, name):
+            elif is_transposed(self.arch, name):
                 value = value.T
         value = to_gguf(self.arch, name, value, self._head_dim)
         data = pack_blocks(value) if isinstance(value, QTensor) else float_bytes(value, kind)

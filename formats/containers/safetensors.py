@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from formats.arch import Arch, arch_of
+from formats.arch import arch_of, is_transposed
 from formats.checkpoint import Checkpoint, Container, Writer
 from formats.containers.layout import Layout, Parts, understood
 from formats.containers.shards import Shards, ShardWriter, Stored, read_json, write_json
@@ -31,11 +31,6 @@ TOKENIZER_FILES = (
 )
 FLOATS = ("float32", "bfloat16", "float16")
 _BUFFERS = re.compile(r"\.(attn\.(bias|masked_bias)|rotary_emb\.inv_freq)$")  # saved by old releases, never weights
-
-
-def transposed(arch: Arch, name: str) -> bool:
-    """Does Hugging Face store this weight as [in, out] (Conv1D)? A QTensor of it is [out, in] all the same."""
-    return any(name.endswith(f".{linear}.weight") for linear in arch.conv1d)
 
 
 class SafetensorsCheckpoint(Checkpoint):
@@ -106,7 +101,7 @@ class SafetensorsCheckpoint(Checkpoint):
         """Hugging Face's shape: [in, out] for a Conv1D weight, even where its QTensor is [out, in]."""
         if name in self._quantised:
             shape = self._quantised[name][1]
-            return shape[::-1] if transposed(self.arch, name) else shape
+            return shape[::-1] if is_transposed(self.arch, name) else shape
         return self._shards.shape(self._stored[name])
 
     def stored_as(self, name: str) -> Grid | str:
@@ -178,7 +173,7 @@ class SafetensorsWriter(Writer):
             shape = self.source.shape(name if name in names else embedding)  # a tied head may get its own codes
             if self.layout and name in self.grids:
                 module = name.removesuffix(".weight")
-                linear = (shape[1], shape[0]) if transposed(arch, name) else (shape[0], shape[1])
+                linear = (shape[1], shape[0]) if is_transposed(arch, name) else (shape[0], shape[1])
                 parts = self.layout.stored(linear, self.grids[name])
                 planned[name] = {f"{module}.{suffix}": spec for suffix, spec in parts.items()}
             else:
@@ -201,7 +196,7 @@ class SafetensorsWriter(Writer):
         else:
             if isinstance(value, QTensor):
                 value = value.dequantize()
-                value = value.T if transposed(self.source.arch, name) else value
+                value = value.T if is_transposed(self.source.arch, name) else value
             parts = {name: self._cast(name, value, expected[name][0])}
         assert parts.keys() == expected.keys(), f"{name}: {sorted(parts)} instead of {sorted(expected)}"
         for part, tensor in parts.items():

@@ -12,7 +12,6 @@ from torch import Tensor
 from formats.checkpoint import Checkpoint
 from formats.containers import open_checkpoint
 from formats.errors import DataError, UsageError
-from formats.qtensor import dequantized
 
 
 class Scorer(Protocol):
@@ -68,7 +67,7 @@ def dense_model(checkpoint: Checkpoint) -> Any:
 
     config = AutoConfig.for_model(**checkpoint.config)
     config.tie_word_embeddings = f"{checkpoint.arch.head}.weight" not in checkpoint.names()
-    state = {name: dequantized(checkpoint.read(name)) for name in checkpoint.names()}
+    state = {name: checkpoint.read_dense(name) for name in checkpoint.names()}
     # from_pretrained adopts these tensors without a copy, and fuses routed experts where its modules want that.
     with quiet_transformers():
         family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
