@@ -22,6 +22,7 @@ from formats.checkpoint import Checkpoint
 from formats.qtensor import Grid
 
 Costs = dict[str, dict[str, float]]  # tensor name -> grid name -> nats per token
+_CHANNELS = 256  # output channels of a linear that stand for all of them
 _LOGIT_TOKENS = 512  # tokens whose logits are in memory at a time
 
 
@@ -146,14 +147,17 @@ def _backward(
         if not seen[name]:  # an expert without a token
             continue
         weight, width = block.weight(name), seen[name][0][0].shape[-1]
+        some = slice(None, None, max(1, len(weight) // _CHANNELS))
+        scale = len(weight) / len(weight[some]) / (2 * tokens)
+        weight = weight[some]
         importance = torch.cat([x.reshape(-1, width) for x, _ in seen[name]]).square().mean(0)
         errors = {grid.name: _rounded(grid, weight, importance) - weight for grid in candidates[full[name]]}
         for x, g in seen[name]:
             rows = zip(x, g, strict=True) if x.ndim == 3 else [(x, g)]  # an expert's tokens have lost their rows
             for one_x, one_g in rows:
-                M = one_g.T @ one_x
+                M = one_g[:, some].T @ one_x
                 for grid_name, error in errors.items():
-                    costs[full[name]][grid_name] += float((error * M).sum(1).square().sum()) / (2 * tokens)
+                    costs[full[name]][grid_name] += scale * float((error * M).sum(1).square().sum())
     return out
 
 

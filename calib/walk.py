@@ -80,7 +80,6 @@ class Walk:
         activation_budget: int = 2 << 30,
         spill_dir: Path | None = None,
     ) -> None:
-        torch.set_flush_denormal(True)  # denormals make the column loops several times slower
         self.checkpoint, self.arch, self.device, self.exact = checkpoint, checkpoint.arch, torch.device(device), exact
         self.config = hf_config(checkpoint)
         self.n_blocks: int = self.config.num_hidden_layers
@@ -223,8 +222,8 @@ class Block:
 
     def weight(self, name: str) -> Tensor:
         """A linear's weight, float32 [out, in]."""
-        weight = self.linear(name).weight
-        return weight.T.contiguous() if is_transposed(self.walk.arch, f".{name}") else weight.detach().clone()
+        weight = self.linear(name).weight.detach()
+        return weight.T.contiguous() if is_transposed(self.walk.arch, f".{name}") else weight.clone()
 
     @torch.no_grad()
     def replace(self, name: str, weight: Tensor) -> None:

@@ -115,7 +115,7 @@ class RtnStep(Strict):
 class GptqStep(Strict):
     """GPTQ: column by column, each rounding error made up for by the columns after it.
 
-    damp: fraction of the mean diagonal added to the Hessian; block_size: columns per lazy update.
+    damp: fraction of the mean diagonal added to the Hessian.
     act_order stores the permutation (g_idx), where the container can; without it groups are static and only the
     processing order follows the Hessian's diagonal.
     """
@@ -124,7 +124,6 @@ class GptqStep(Strict):
     grid: GridName | None = None
     damp: float = Field(default=0.03, gt=0, lt=10)
     act_order: bool = False
-    block_size: int = Field(default=128, ge=1)
     needs_text: ClassVar[bool] = True
 
 

@@ -121,7 +121,8 @@ def test_experts_without_tokens_are_named(tiny_model, tmp_path) -> None:
     steps = [{"algorithm": "gptq", "grid": "q4_0"}]
     recipe = write_recipe(tmp_path, steps=steps, calibration={"data": "text.txt", "samples": 1, "length": 8})
     compress(recipe, tiny_model("mixtral"), tmp_path / "out")
-    assert "too few tokens seen: model.layers.0.block_sparse_moe.experts" in (tmp_path / "out/README.md").read_text()
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "too few tokens seen" in card and "model.layers.1.block_sparse_moe.experts.2.w2" in card
 
 
 def test_allocation_meets_its_target_and_its_measurement_serves_another(tiny_model, tmp_path) -> None:
@@ -150,15 +151,13 @@ def test_a_resumed_run_refuses_another_recipe(tiny_model, tmp_path, monkeypatch)
             compress(recipe, tiny_model("llama"), tmp_path / "out")
     with pytest.raises(UsageError, match="made from something else") as error:
         compress(recipe, tiny_model("llama"), tmp_path / "out", "steps.0.damp=0.5", resume=True)
-    assert '-   "damp": 0.03' in "\n".join(line.strip() for line in str(error.value).splitlines()).replace(
-        "-    ", "- "
-    ) or ("0.5" in str(error.value) and "0.03" in str(error.value))
+    assert "0.5" in str(error.value) and "0.03" in str(error.value)
     assert compress(recipe, tiny_model("llama"), tmp_path / "out", resume=True)["kld"] > 0
 
 
 def test_kill_at_any_moment_and_resume_to_the_same_bytes(tiny_model, tmp_path) -> None:
     model, recipe = tiny_model("llama", layers=6), write_recipe(tmp_path)
-    command = [sys.executable, "-m", "compress.cli", "run", str(recipe), str(model)]
+    command = [Path(sys.executable).with_name("quantize"), "run", str(recipe), str(model)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
     subprocess.run([*command, "-o", tmp_path / "whole"], check=True, env=environment, capture_output=True)
     chance, out, work = random.Random(os.getpid()), tmp_path / "out", tmp_path / "out.partial" / "work"

@@ -8,8 +8,13 @@ from typing import Any
 
 import numba
 import numpy as np
+import torch
 
 LANES = 16
+
+_wanted = torch.get_num_threads()
+numba.get_num_threads()  # starts numba's threads, which resets the OpenMP setting that torch reads
+torch.set_num_threads(_wanted)
 
 _jit: Any = numba.njit(cache=True, parallel=True, fastmath={"contract", "nsz", "arcp"}, error_model="numpy")
 
