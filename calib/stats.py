@@ -57,3 +57,10 @@ class InputStats:
     def importance(self) -> Tensor:
         """float32 [in]: mean squared input, what llama.cpp's imatrix holds."""
         return self.hessian.diagonal()
+
+
+def diagonal_stats(mean_squares: Tensor, tokens: int) -> InputStats:
+    """Statistics known only by their mean squares, float32 [in], as an imatrix file holds them."""
+    stats = InputStats(len(mean_squares), tokens=tokens)
+    stats.hessian = torch.diag(mean_squares)
+    return stats

@@ -56,6 +56,8 @@ def run(
             starved = _quantize(plan, checkpoint, text, work, folder, log, device, progress)
             _write(plan, checkpoint, work, folder, progress)
             _verify(plan, folder, work, progress)
+            if plan.container.name == "gguf" and text is not None:
+                _save_imatrix(folder / "calibration" / "imatrix.gguf", checkpoint, text, work)
             evaluation = _evaluate(recipe, checkpoint, folder, progress)
             shutil.rmtree(work.folder)
             if evaluation is not None and curve:
@@ -158,6 +160,22 @@ def _quantize(
     return quantizer.starved
 
 
+def _save_imatrix(path: Path, checkpoint: Checkpoint, text: CalibrationSet, work: Work) -> None:
+    """The mean squared inputs, for llama-quantize or for another run."""
+    from formats.containers.imatrix import Imatrix, write_imatrix
+
+    seen = work.importances()
+    imatrix = Imatrix(
+        {name: mean for name, (mean, _) in seen.items()},
+        {name: tokens for name, (_, tokens) in seen.items()},
+        datasets=[text.source],
+        chunk_size=text.tokens.shape[1],
+    )
+    if seen:
+        path.parent.mkdir(exist_ok=True)
+        write_imatrix(path, checkpoint.arch, imatrix)
+
+
 def _finished(work: Work) -> Iterator[Parts]:
     return (work.load(path.stem) for path in sorted(work.folder.glob("*.safetensors")) if path.stem != "tokens")
 
@@ -190,7 +208,7 @@ def _float_tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
 def _verify(plan: Plan, folder: Path, work: Work, progress: Progress) -> None:
     """Read the files back through the container's reader: every code and parameter must be what was chosen."""
     progress.start("read back", len(plan.grids))
-    path = next(folder.glob("*.gguf"), folder)
+    path = _model_path(folder)
     with plan.container.open_reader(path) as reader:
         for parts in _finished(work):
             for name, value in parts.items():
@@ -204,6 +222,12 @@ def _verify(plan: Plan, folder: Path, work: Work, progress: Progress) -> None:
                 progress.advance()
 
 
+def _model_path(folder: Path) -> Path:
+    """What to open: the GGUF file, or the directory."""
+    file = folder / "model.gguf"
+    return file if file.exists() else folder
+
+
 def _evaluate(recipe: Recipe, checkpoint: Checkpoint, folder: Path, progress: Progress) -> dict[str, Any] | None:
     if recipe.evaluate is None:
         return None
@@ -212,7 +236,7 @@ def _evaluate(recipe: Recipe, checkpoint: Checkpoint, folder: Path, progress: Pr
     spec = recipe.evaluate.perplexity
     progress.start("evaluate", spec.chunks)
     return evaluate(
-        next(folder.glob("*.gguf"), folder),
+        _model_path(folder),
         against=checkpoint.path,
         text=spec.data,
         length=spec.length,

@@ -5,15 +5,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
-from calib.stats import InputStats
+from calib.stats import InputStats, diagonal_stats
 from calib.walk import Block, Walk
 from compress.algorithms import ALGORITHMS, PREPARATIONS, Outcome
 from compress.plan import Plan
 from compress.recipe import RtnStep
-from compress.work import Parts, Work
+from compress.work import IMPORTANCE, Parts, Work
 from formats.checkpoint import Checkpoint
+from formats.containers.imatrix import Imatrix, read_imatrix
 from formats.qtensor import Grid
 
 OnLayer = Callable[[str, Grid, Outcome, float], None]  # name, grid, outcome, seconds
@@ -75,6 +77,8 @@ class Quantizer:
                     outcome = self._tensor(full, block.weight(name), stats[name], grid, steps[-1])
                     block.replace(name, outcome.tensor.dequantize())
                     done[full] = outcome.tensor
+                    done[f"{full}{IMPORTANCE}"] = stats[name].importance.clone()
+                    done[f"{full}|tokens"] = torch.tensor(stats[name].tokens)
             block.done(stage)
         return done
 
@@ -90,11 +94,18 @@ class Quantizer:
         return outcome
 
     def _without_text(self) -> Iterator[Parts]:
+        step = self.plan.recipe.steps[-1]
+        known = Imatrix()
+        if isinstance(step, RtnStep) and step.imatrix is not None:
+            known = read_imatrix(Path(step.imatrix), self.checkpoint.arch)
         for name, grid in self.plan.grids.items():
             if self.work.has(name):
                 yield self.work.load(name)
                 continue
-            done: Parts = {name: self._tensor(name, self.checkpoint.read_linear(name), None, grid, _PLAIN).tensor}
+            stats = None
+            if name in known.mean_squares:
+                stats = diagonal_stats(known.mean_squares[name], known.tokens[name])
+            done: Parts = {name: self._tensor(name, self.checkpoint.read_linear(name), stats, grid, step).tensor}
             self.work.save(name, done)
             yield done
 

@@ -100,16 +100,24 @@ class CalibrationSpec(Strict):
 class RtnStep(Strict):
     """Round to nearest: fast, needs no text; with importance, one calibration pass.
 
-    importance: weigh each column's fit by its mean squared input.
+    importance: weigh each column's fit by its mean squared input. imatrix: take those from a GGUF file that
+    llama-imatrix or an earlier run (OUT/calibration/imatrix.gguf) made, instead of calibrating.
     """
 
     algorithm: Literal["rtn"]
     grid: GridName | None = None
     importance: bool = False
+    imatrix: str | None = None
+
+    @model_validator(mode="after")
+    def _imatrix_is_importance(self) -> "RtnStep":
+        if self.imatrix is not None and not self.importance:
+            raise ValueError("imatrix needs importance: true")
+        return self
 
     @property
     def needs_text(self) -> bool:
-        return self.importance
+        return self.importance and self.imatrix is None
 
 
 class GptqStep(Strict):

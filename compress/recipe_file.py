@@ -219,10 +219,16 @@ def _resolve(data: Any, overridden: set[Loc], folder: Path) -> None:
 
     if "model" in data:
         data["model"] = absolute(data["model"], ("model",))
-    for loc in (("calibration", "data"), ("evaluate", "perplexity", "data"), ("allocate", "measurement")):
+    locs: list[Loc] = [("calibration", "data"), ("evaluate", "perplexity", "data"), ("allocate", "measurement")]
+    steps = data.get("steps")
+    locs += [("steps", i, "imatrix") for i in range(len(steps) if isinstance(steps, list) else 0)]
+    for loc in locs:
         section: Any = data
         for part in loc[:-1]:
-            section = section.get(part) if isinstance(section, dict) else None
+            if isinstance(section, list) and isinstance(part, int):
+                section = section[part]
+            else:
+                section = section.get(part) if isinstance(section, dict) else None
         key = loc[-1]
         if isinstance(section, dict) and key in section:
             value = section[key]

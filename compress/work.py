@@ -15,6 +15,7 @@ from formats.errors import UsageError
 from formats.grids import parse_grid
 from formats.qtensor import QTensor
 
+IMPORTANCE = "|importance"
 Parts = dict[str, Tensor | QTensor]
 
 
@@ -64,6 +65,17 @@ class Work:
         aside = path.with_suffix(".tmp")
         save_file({name: t.contiguous().cpu() for name, t in flat.items()}, aside, {"grids": json.dumps(grids)})
         _rename(aside, path)
+
+    def importances(self) -> dict[str, tuple[Tensor, int]]:
+        """(mean squared inputs, tokens seen) of every calibrated tensor so far."""
+        found: dict[str, tuple[Tensor, int]] = {}
+        for path in sorted(self.folder.glob("*.safetensors")):
+            with safe_open(path, "pt") as file:
+                keys = set(file.keys())
+                for key in sorted(k for k in keys if k.endswith(IMPORTANCE)):
+                    name = key.removesuffix(IMPORTANCE)
+                    found[name] = file.get_tensor(key), int(file.get_tensor(f"{name}|tokens"))
+        return found
 
     def load(self, part: str) -> Parts:
         with safe_open(self.folder / f"{part}.safetensors", "pt") as file:

@@ -117,6 +117,18 @@ def test_a_missed_gate_fails_after_the_output_is_complete(tiny_model, tmp_path) 
     assert (tmp_path / "out" / "model.gguf").exists()
 
 
+def test_an_imatrix_of_one_run_serves_another(tiny_model, tmp_path) -> None:
+    model, text = tiny_model("llama"), {"data": "text.txt", "samples": 32, "length": 32}
+    importance = [{"algorithm": "rtn", "grid": "q4_0", "importance": True}]
+    compress(write_recipe(tmp_path, steps=importance, calibration=text), model, tmp_path / "first")
+    reuse = [importance[0] | {"imatrix": "first/calibration/imatrix.gguf"}]
+    compress(write_recipe(tmp_path, steps=reuse, calibration={}), model, tmp_path / "second")
+    with open_checkpoint(tmp_path / "first/model.gguf") as a, open_checkpoint(tmp_path / "second/model.gguf") as b:
+        first, second = (c.read("model.layers.0.mlp.down_proj.weight") for c in (a, b))
+    assert torch.equal(first.codes, second.codes)
+    assert json.loads((tmp_path / "second" / "manifest.json").read_text())["calibration"] is None
+
+
 def test_experts_without_tokens_are_named(tiny_model, tmp_path) -> None:
     steps = [{"algorithm": "gptq", "grid": "q4_0"}]
     recipe = write_recipe(tmp_path, steps=steps, calibration={"data": "text.txt", "samples": 1, "length": 8})

@@ -57,6 +57,9 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
+MAPPED = 64 << 20  # bytes read from a map before it is made anew
+
+
 class Shards:
     """The tensors of a directory's safetensors files (or of one of them) by stored name, mapped into memory."""
 
@@ -64,6 +67,7 @@ class Shards:
         self.path = path
         self._file_of: dict[str, str] = {}
         self._open: dict[str, Any] = {}
+        self._mapped = 0
         self._meta: Stored = {}
         wanted: dict[str, set[str]] = {}
         for name, holder in (self._names_in(file) if file else self._weight_map()).items():
@@ -135,7 +139,12 @@ class Shards:
         return str(self.path / self._file_of[name])
 
     def read(self, name: str) -> Tensor:
-        tensor: Tensor = self._handle(self._file_of[name]).get_tensor(name)
+        file = self._file_of[name]
+        tensor: Tensor = self._handle(file).get_tensor(name)
+        self._mapped += tensor.nbytes
+        if self._mapped > MAPPED:  # pages once read count as ours for as long as the file is mapped
+            self._open.pop(file)
+            self._mapped = 0
         return tensor
 
     def close(self) -> None:
