@@ -7,6 +7,7 @@ the same score for every piece when there is no tokenizer.model; that loses the 
 """
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,7 @@ def add_tokenizer(header: gguf.GGUFWriter, directory: Path, vocab_size: int) -> 
         header.add_add_space_prefix(_prepends_space(content, spm_path))
     header.add_token_list([text for text, _, _ in rows])
     header.add_token_types([int(kind) for _, _, kind in rows])
+    logging.getLogger("gguf.vocab").setLevel(logging.ERROR)  # it warns of templates it leaves out; we keep them
     special = gguf.SpecialVocab(directory, load_merges=byte_level, n_vocab=vocab_size)
     special.add_to_gguf(header, quiet=True)
 
