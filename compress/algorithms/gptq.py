@@ -123,10 +123,11 @@ class Curvature:
 def gptq(W: Tensor, curvature: Curvature, grid: Grid) -> tuple[QTensor, Tensor]:
     """Fit all blocks, round in falling diag H order with feedback, then polish codes and parameters in turn.
 
-    Returns the tensor and its values, float32 [out, in].
+    Returns the tensor, and what rounding to nearest with the same fit would have given, float32 [out, in].
     """
     H, n = curvature.H, W.shape[1]
     params: Params = grid.fit(W, curvature.importance())
+    plain = grid.decode(grid.encode(W, params), params)
     rounder = Rounder(W, H, grid, curvature.order)
     rounder.set_columns(grid.columns(params, n))
     rounder.feedback(curvature.U)
@@ -135,8 +136,7 @@ def gptq(W: Tensor, curvature: Curvature, grid: Grid) -> tuple[QTensor, Tensor]:
         params = refine(W, H, grid, rounder.result()[0], params)
         rounder.set_columns(grid.columns(params, n))
         rounder.polish(SWEEPS)
-    codes, values = rounder.result()
-    return QTensor(grid, codes, params), values
+    return QTensor(grid, rounder.result()[0], params), plain
 
 
 def permuted(tensor: QTensor, order: Tensor) -> QTensor:
@@ -149,17 +149,13 @@ def permuted(tensor: QTensor, order: Tensor) -> QTensor:
 
 def quantize(W: Tensor, stats: InputStats, grid: Grid, step: GptqStep) -> Outcome:
     """W float32 [out, in]. Linears that share `stats` share the factorisation too."""
-    curvature = stats.derive(("gptq", step.damp), lambda: Curvature(stats.hessian, step.damp))
+    H = stats.hessian
+    curvature = stats.derive(("gptq", step.damp), lambda: Curvature(H, step.damp))
     if step.act_order:  # groups follow the order, so neighbours are alike and share their scales well
         order = curvature.order
-        sorted_curvature = stats.derive(
-            ("gptq act_order", step.damp), lambda: Curvature(stats.hessian[order][:, order], step.damp)
-        )
-        tensor = permuted(gptq(W[:, order].contiguous(), sorted_curvature, grid)[0], order)
-        values = tensor.dequantize()
+        ordered = stats.derive(("gptq act_order", step.damp), lambda: Curvature(H[order][:, order], step.damp))
+        tensor, plain = gptq(W[:, order].contiguous(), ordered, grid)
+        tensor, plain = permuted(tensor, order), plain[:, torch.argsort(order)]
     else:
-        tensor, values = gptq(W, curvature, grid)
-    params = grid.fit(W, stats.importance)
-    plain = grid.decode(grid.encode(W, params), params)
-    H = stats.hessian
-    return Outcome(tensor, relative_error(W, values, H), relative_error(W, plain, H), curvature.damp)
+        tensor, plain = gptq(W, curvature, grid)
+    return Outcome(tensor, relative_error(W, tensor.dequantize(), H), relative_error(W, plain, H), curvature.damp)
