@@ -32,7 +32,8 @@ class Machine(RuleBasedStateMachine):
             assert needed > before[1]
             assert before == (table.blocks, self.manager.free, self.manager.references)
             return False
-        assert before[1] - self.manager.free == needed
+        idle_again = sum(before[2][source] == 1 for source, _ in copies)  # cached, and nobody else's: free once copied
+        assert before[1] - self.manager.free == needed - idle_again
         for source, destination in copies:
             self.memory[destination] = list(self.memory[source])
         for token in tokens:
