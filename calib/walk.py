@@ -122,7 +122,10 @@ class Walk:
         block = model.get_submodule(f"{path}.0")
         self._block_class, self.attn_implementation = type(block), model.config._attn_implementation
         self.config._attn_implementation = self.attn_implementation
-        model.base_model.config = self.config
+        base: Any = model.base_model
+        base.config = self.config
+        if hasattr(base, "rotary_emb"):  # its tables depend on the kinds of all layers
+            base.rotary_emb = type(base.rotary_emb)(self.config)
         self._recorders = [_Recorder() for _ in range(self.n_blocks)]
         model.set_submodule(path, nn.ModuleList(self._recorders))
         self._embedding = nn.ModuleList(m for m in model.base_model.children() if isinstance(m, nn.Embedding))

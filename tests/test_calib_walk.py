@@ -15,9 +15,9 @@ def rows_for(vocab: int, samples: int = 5, length: int = 24) -> Tensor:
     return torch.randint(0, vocab, (samples, length), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_walk_equals_transformers(family: str, tiny_model) -> None:
-    path = tiny_model(family)
+@pytest.mark.parametrize(("family", "layers"), [*((family, 2) for family in FAMILIES), ("gemma3_text", 7)])
+def test_walk_equals_transformers(family: str, layers: int, tiny_model) -> None:
+    path = tiny_model(family, layers=layers)  # gemma's sixth layer attends globally
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     with open_checkpoint(path) as checkpoint:
         rows = rows_for(checkpoint.shape(f"{checkpoint.arch.embedding}.weight")[0])
