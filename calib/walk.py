@@ -358,7 +358,7 @@ class Block:
 
     def _resume_at(self, child: Any, last: nn.Module, inputs: Tensor) -> None:
         """Let a child module be its last linear on the kept inputs."""
-        attention = "attn" in type(child).__name__.lower() or "attention" in type(child).__name__.lower()
+        attention = "Attention" in type(child).__name__  # such modules give (output, weights)
 
         def forward(*_: Any, **__: Any) -> Any:
             output = last(inputs[self._at].to(self.walk.device))
