@@ -60,6 +60,7 @@ def run(
     from compress.pipeline import run as run_pipeline
     from compress.progress import Progress
     from compress.recipe_file import load_recipe
+    from runtime.evaluate.run import check_gates
 
     checked = load_recipe(recipe, setting)
     source = model or checked.model
@@ -80,6 +81,8 @@ def run(
             command=_command(),
         )
     _show_result(result, output)
+    if checked.evaluate is not None:
+        check_gates(result, **checked.evaluate.gate.model_dump())
 
 
 @app.command()

@@ -97,6 +97,18 @@ def test_plan_runs_nothing(quantize, recipe, tiny_model, tmp_path):
     assert code == 2 and "reads gguf, not gptq" in err
 
 
+def test_a_missed_gate_shows_the_result_and_keeps_the_output(quantize, tiny_model, tmp_path):
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog.\n" * 20)
+    evaluate = "evaluate: {perplexity: {data: text.txt, length: 32, chunks: 2}, gate: {max_kld: 1.0e-9}}\n"
+    (tmp_path / "r.yaml").write_text(RECIPE + evaluate)
+    for i, form in enumerate(("human", "json")):
+        out = tmp_path / f"out{i}"
+        code, shown, err = quantize("run", tmp_path / "r.yaml", tiny_model(), "-o", out, "--output", form)
+        assert code == 5 and err.count("error: ") == 1 and "above the allowed 1e-09" in err
+        assert "KL divergence" in shown if form == "human" else json.loads(shown)["kld"] > 1e-9
+        assert (out / "manifest.json").exists() and not (tmp_path / f"out{i}.partial").exists()
+
+
 def test_models_that_are_not(quantize, recipe, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03\x00\x00")
