@@ -174,16 +174,20 @@ class Listable(StrEnum):
 
 @app.command("list")
 def list_(what: Annotated[Listable, typer.Argument()], output: FormatOption = Format.human) -> None:
-    """Print the names that recipes and options may use, and what each is for."""
-    from compress.catalogue import catalogue, describe
+    """Print the names that recipes and options may use, what each is for and, of recipes, what they cost."""
+    from compress.catalogue import catalogue, describe, recipe_rows
     from compress.show import show_json, show_table
     from runtime.linear import KERNELS
 
     entries = describe(KERNELS) if what == Listable.kernels else catalogue(what.value)
     if output == Format.json:
-        show_json([{"name": name, "about": about} for name, about in entries])
+        show_json(entries)
+    elif what == Listable.recipes:
+        header, rows, note = recipe_rows(entries)
+        show_table(header, rows)
+        print(f"\n{note}")
     else:
-        show_table((what.value, ""), entries)
+        show_table((what.value, ""), [(entry["name"], entry["about"]) for entry in entries])
 
 
 def _plan(recipe: Any, model: str, output: Format) -> None:

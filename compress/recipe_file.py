@@ -108,10 +108,13 @@ def _parse(text: str, name: str) -> _Document:
     return document
 
 
+SHIPPED = Path(str(importlib.resources.files("recipes")))
+MEASURED = SHIPPED / "measured.json"  # what each shipped recipe cost a small model: tests/bench/shipped.py
+
+
 def shipped() -> dict[str, Path]:
     """Recipes that come with the package, by name."""
-    folder = Path(str(importlib.resources.files("recipes")))
-    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    return {path.stem: path for path in sorted(SHIPPED.glob("*.yaml"))}
 
 
 def find_recipe(name: str) -> Path:
