@@ -9,6 +9,8 @@ import typer
 from compress.cli_options import DeviceOption, Format, FormatOption, ModelArgument, pick_device, read_size
 from formats.errors import UsageError
 
+KernelOption = Annotated[str, typer.Option(help="fast, auto (exact) or one of `quantize list kernels`")]
+
 
 def evaluate(
     model: ModelArgument,
@@ -69,7 +71,7 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="makes sampling reproducible")] = None,
     draft: Annotated[str | None, typer.Option(help="a smaller model that guesses, or self: this one in 4 bits")] = None,
     speculate: Annotated[str | None, typer.Option(help="ngram: guess from the text so far")] = None,
-    kernel: Annotated[str, typer.Option(help="see `quantize list kernels`")] = "auto",
+    kernel: KernelOption = "fast",
     device: DeviceOption = "auto",
     output: FormatOption = Format.human,
 ) -> None:
@@ -96,6 +98,7 @@ def generate(
         return
     print()
     facts = [f"{result['tokens']} tokens", f"{result['tps']} tokens/s", str(result["finish_reason"])]
+    facts.append(f"{result['kernel']} kernels")
     facts += [
         f"{name.replace('_', ' ')} {result[name]}" for name in ("acceptance", "tokens_per_step") if name in result
     ]
@@ -111,7 +114,7 @@ def bench(
     techniques: Annotated[bool, typer.Option("--compare", help="one table of all serving techniques")] = False,
     draft: Annotated[str | None, typer.Option(help="is this draft worth it? a model, self or ngram")] = None,
     text: Annotated[str, typer.Option(help="prompt for --draft")] = "The following is a list of",
-    kernel: Annotated[str, typer.Option(help="see `quantize list kernels`")] = "auto",
+    kernel: KernelOption = "fast",
     device: DeviceOption = "auto",
     output: FormatOption = Format.human,
 ) -> None:
@@ -142,7 +145,8 @@ def bench(
     else:
         show_table([key.replace("_", " ") for key in rows[0]], [list(row.values()) for row in rows])
         if not techniques:
-            print(f"peak memory {result['peak_rss_mb']} MB, packed weights {result['weights_mb']} MB")
+            memory = f"peak memory {result['peak_rss_mb']} MB, packed weights {result['weights_mb']} MB"
+            print(f"{memory}, {result['kernel']} kernels")
 
 
 def compare(
@@ -206,8 +210,8 @@ def serve(
     api_key: Annotated[str | None, typer.Option(help="demand this key", envvar="BITWRIGHT_API_KEY")] = None,
     kv_tokens: Annotated[int, typer.Option(help="size of the KV cache", min=16)] = 16384,
     kv_dtype: Annotated[str, typer.Option(help="of the KV cache: float32, float16, bfloat16 or int8")] = "float16",
-    draft: Annotated[str | None, typer.Option(help='a smaller model with the same vocabulary, or "ngram"')] = None,
-    kernel: Annotated[str, typer.Option(help="how packed weights are multiplied")] = "auto",
+    draft: Annotated[str | None, typer.Option(help="a smaller model that guesses, self or ngram")] = None,
+    kernel: KernelOption = "fast",
     device: DeviceOption = "auto",
 ) -> None:
     """Serve MODEL over HTTP with OpenAI's interface."""

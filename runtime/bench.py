@@ -98,11 +98,11 @@ def bench(
     batches: Sequence[int] = (1,),
     repetitions: int = 3,
     kv_dtype: str = "float32",
-    kernel: str = "auto",
+    kernel: str = "fast",
     device: str = "cpu",
     progress: Progress = _quiet,
 ) -> dict[str, Any]:
-    """`measure` for each batch size. The first one's figures are on top, beside `peak_rss_mb` and `weights_mb`."""
+    """`measure` for each batch size. The first one's figures are on top, beside `peak_rss_mb weights_mb kernel`."""
     if not batches or min(batches) < 1:
         raise UsageError("batch sizes must be at least 1", "bench")
     model = load_model(path, kernel=kernel, device=device)
@@ -112,7 +112,7 @@ def bench(
         rows.append(measure(model, batch, prompt, generate, repetitions, kv_dtype=kv_dtype))
     top = {key: value for key, value in rows[0].items() if key != "batch"}
     memory = {"peak_rss_mb": round(peak_rss_mb(), 1), "weights_mb": round(weight_bytes(model) / 1e6, 2)}
-    return top | memory | {"prompt": prompt, "generate": generate, "batches": rows}
+    return top | memory | {"kernel": model.kernel, "prompt": prompt, "generate": generate, "batches": rows}
 
 
 @dataclass
@@ -151,7 +151,7 @@ def compare(
     requests: int = 16,
     longest: int = 128,
     draft: str = "ngram",
-    kernel: str = "auto",
+    kernel: str = "fast",
     device: str = "cpu",
     progress: Progress = _quiet,
 ) -> list[Rung]:
@@ -165,6 +165,7 @@ def compare(
     whole = -(-(longest + len(prompts[0])) // 16) * 16
     total, running = sum(p.max_tokens for p in params), max(2, requests // 4)
     rungs: list[Rung] = []
+    progress(f"{model.kernel} kernels")
 
     def add(name: str, work: Callable[[], float]) -> None:
         """work() does all requests and says how many bytes it held."""
@@ -173,7 +174,7 @@ def compare(
         held = work()
         seconds = time.perf_counter() - started
         slowest = rungs[0].seconds if rungs else seconds
-        rungs.append(Rung(name, seconds, round(total / seconds, 1), round(held / 1e6, 2), round(slowest / seconds, 2)))
+        rungs.append(Rung(name, seconds, round(total / seconds, 1), round(held / 1e6, 3), round(slowest / seconds, 2)))
 
     def served(loaded: Model, **options: Any) -> Callable[[], float]:
         guesser = load_draft(path, options.pop("draft", None), **load)
@@ -186,6 +187,7 @@ def compare(
     add("no cache", lambda: _without_cache(model, prompts, params) + weight_bytes(model))
     add("KV cache", served(model, block_size=whole))
     add("paged", served(model))
+    add("8-bit KV", served(model, kv_dtype="int8"))
     for name, grid in (("8-bit", "q8_0"), ("4-bit", "q4_0")):
         add(name, served(load_rounded(path, grid, **load)))
     add("static batch", served(model, max_running=running, mode="static"))
@@ -228,14 +230,14 @@ def weigh_draft(
     texts: Sequence[str],
     generate: int = 128,
     temperature: float = 0.0,
-    kernel: str = "auto",
+    kernel: str = "fast",
     device: str = "cpu",
     progress: Progress = _quiet,
 ) -> dict[str, Any]:
     """Is guessing with `draft` worth it? First a short probe and its forecast, then plain and speculative runs.
 
     Returns `forecast` (expected speed-up), `worth_it`, `acceptance tokens_per_step speedup plain_tps speculative_tps
-    identical` (greedy only, else None) and memory of both in MB. The plain and speculative runs alternate.
+    identical` (greedy only, else None), `kernel` and memory of both in MB. The plain and speculative runs alternate.
     """
     load: dict[str, Any] = dict(kernel=kernel, device=device)
     model, guesser = load_model(path, **load), load_draft(path, draft, **load)
@@ -266,6 +268,7 @@ def weigh_draft(
         "plain_tps": round(made / seconds["plain"], 1),
         "speculative_tps": round(made / seconds["speculative"], 1),
         "identical": tokens["plain"] == tokens["speculative"] if temperature == 0 else None,
+        "kernel": model.kernel,
         "target_mb": round((weight_bytes(model) + engines["plain"].cache.nbytes()) / 1e6, 2),
         "draft_mb": round(drafter.nbytes() / 1e6, 2),
     }

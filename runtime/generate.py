@@ -76,13 +76,13 @@ def generate(
     prompt: str,
     params: SamplingParams,
     draft: str | None = None,
-    kernel: str = "auto",
+    kernel: str = "fast",
     device: str = "cpu",
     show: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Continue one prompt; `show` gets text as soon as it is certain.
 
-    Returns `text tokens tps finish_reason`, and `acceptance tokens_per_step` when something guesses.
+    Returns `text tokens tps finish_reason kernel`, and `acceptance tokens_per_step` when something guesses.
     """
     import time
 
@@ -97,6 +97,7 @@ def generate(
         text, count, reason = text + output.text, count + len(output.tokens), output.finish_reason
     seconds, stats = time.perf_counter() - started, engine.stats()
     result = {"text": text, "tokens": count, "tps": round(count / seconds, 2), "finish_reason": reason}
+    result["kernel"] = loaded.kernel
     return result | (guessing(engine) if stats.acceptance is not None else {})
 
 

@@ -48,11 +48,14 @@ class Kernel(ABC):
         """What runs for m rows, for `inspect`."""
 
 
+AUTOMATIC = {"auto": "cpu", "fast": "cpu-int8"}  # on a CPU; on a GPU both are "triton"
+
+
 def choose_kernel(kernel: str, device: str) -> str:
-    """The registered kernel that "auto" means on a device."""
-    if kernel != "auto":
+    """The registered kernel that "auto" (exact) or "fast" (activations may be rounded to 8 bits) means on a device."""
+    if kernel not in AUTOMATIC:
         return kernel
-    return "cpu" if device == "cpu" else "triton"
+    return AUTOMATIC[kernel] if device == "cpu" else "triton"
 
 
 class QuantizedLinear:

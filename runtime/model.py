@@ -18,7 +18,7 @@ from formats.arch import Arch, is_transposed
 from formats.checkpoint import Checkpoint
 from formats.errors import DataError
 from runtime.blocks import KVBatch
-from runtime.linear import QuantizedLinear
+from runtime.linear import QuantizedLinear, choose_kernel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -189,7 +189,8 @@ class Model:
             raise DataError(
                 f"{checkpoint.arch.name} has routed experts", str(checkpoint.path), "run it in transformers"
             )
-        self.path, self.device, self.dtype, self.kernel = checkpoint.path, device, dtype, kernel
+        self.path, self.device, self.dtype = checkpoint.path, device, dtype
+        self.kernel = choose_kernel(kernel, device)
         self._save_tokenizer = checkpoint.save_tokenizer
         self.config, ropes = _read_config(checkpoint.config, checkpoint.arch)
         if self.config.activation not in ACTIVATIONS:
@@ -322,8 +323,8 @@ def load_model(
 ) -> Model:
     """Load a checkpoint for inference; packed weights stay packed.
 
-    kernel: a name registered in `runtime.linear`, or "auto". dtype: of activations. Raises DataError for families or
-    variants that this decoder does not know.
+    kernel: a name registered in `runtime.linear`, "auto" (exact) or "fast". dtype: of activations. Raises DataError
+    for families or variants that this decoder does not know.
     """
     if isinstance(source, Checkpoint):
         return Model(source, kernel, device, dtype)

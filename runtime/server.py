@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from formats.errors import BitwrightError, UsageError
 from runtime.engine import Engine
 from runtime.engine_thread import Busy, EngineThread, StatsCollector, Stopped, Ticket
+from runtime.generate import load_draft
 from runtime.model import load_model
 from runtime.openai_api import (
     ChatRequest,
@@ -359,21 +360,24 @@ def serve_model(
     kv_tokens: int = 16384,
     kv_dtype: str = "float16",
     draft: str | None = None,
-    kernel: str = "auto",
+    kernel: str = "fast",
     device: str = "cpu",
     grace: int = 30,
 ) -> None:
     """Load a model and serve it until SIGINT or SIGTERM; then requests under way have `grace` seconds to end.
 
-    name: for clients, by default the file's or directory's. draft: a model of the same vocabulary, or "ngram".
+    name: for clients, by default the file's or directory's. draft: as `load_draft` takes it.
     """
     import uvicorn
 
     loaded = load_model(model, kernel=kernel, device=device)
-    guesser: Any = draft if draft in (None, "ngram") else load_model(draft, kernel=kernel, device=device)
+    guesser = load_draft(model, draft, kernel=kernel, device=device)
     engine = Engine(loaded, loaded.tokenizer, kv_tokens=kv_tokens, kv_dtype=kv_dtype, draft=guesser)
     app = create_app(engine, name or loaded.path.resolve().stem, api_key=api_key)
     if host not in ("127.0.0.1", "::1", "localhost") and api_key is None:
         print(f"warning: {host} can be reached by others, and no API key is asked for", file=sys.stderr)
-    print(f"serving {loaded.path} on http://{host}:{port} (/docs describes the interface)", file=sys.stderr)
+    print(
+        f"serving {loaded.path} ({loaded.kernel} kernels) on http://{host}:{port} (/docs describes the interface)",
+        file=sys.stderr,
+    )
     uvicorn.run(app, host=host, port=port, timeout_graceful_shutdown=grace, log_level="warning")

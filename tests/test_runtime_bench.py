@@ -23,6 +23,7 @@ def test_bench_reports_speed_deviation_latency_and_memory(tiny_model: Make) -> N
     result = bench(tiny_model("llama"), prompt=24, generate=6, batches=(1, 3), repetitions=2)
     for key in ("prefill_tps", "decode_tps", "ttft_ms", "peak_rss_mb", "weights_mb", "inter_token_p95_ms"):
         assert result[key] > 0, key
+    assert result["kernel"] == "cpu-int8"
     assert [row["batch"] for row in result["batches"]] == [1, 3] and result["decode_sd"] >= 0
     with pytest.raises(UsageError, match="positions"):
         bench(tiny_model("llama"), prompt=250, generate=60)
@@ -33,11 +34,11 @@ def test_bench_reports_speed_deviation_latency_and_memory(tiny_model: Make) -> N
 def test_compare_runs_every_technique(tiny_model: Make) -> None:
     rungs = {rung.technique: rung for rung in compare(tiny_model("llama"), requests=4, longest=16, kernel="cpu")}
     assert list(rungs) == [
-        "no cache", "KV cache", "paged", "8-bit", "4-bit", "static batch", "continuous batch", "speculative"
+        "no cache", "KV cache", "paged", "8-bit KV", "8-bit", "4-bit", "static batch", "continuous batch", "speculative"
     ]  # fmt: skip
     assert rungs["no cache"].speedup == 1 and all(rung.tokens_per_second > 0 for rung in rungs.values())
     assert rungs["4-bit"].memory_mb < rungs["8-bit"].memory_mb < rungs["paged"].memory_mb
-    assert rungs["paged"].memory_mb <= rungs["KV cache"].memory_mb
+    assert rungs["8-bit KV"].memory_mb < rungs["paged"].memory_mb <= rungs["KV cache"].memory_mb
 
 
 @pytest.mark.parametrize("draft", ["ngram", "self", "self:q8_0"])
@@ -78,7 +79,8 @@ def test_generate_shows_the_text_it_returns(tiny_model: Make) -> None:
 def test_the_commands(tiny_model: Make, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(tiny_model("llama"))
     assert invoke(["generate", path, "-p", "The dog", "--max-tokens", "5", "--temperature", "0"]) == 0
-    text = capsys.readouterr().out
+    text, facts = capsys.readouterr()
+    assert "cpu-int8 kernels" in facts
     arguments = ["generate", path, "-p", "The dog", "--max-tokens", "5", "--temperature", "0", "--output", "json"]
     assert invoke([*arguments, "--speculate", "ngram"]) == 0
     result = json.loads(capsys.readouterr().out)
