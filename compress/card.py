@@ -111,7 +111,7 @@ def model_card(
         trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, keep_trailing_newline=True
     )
     return environment.from_string(_TEMPLATE).render(
-        header=yaml.safe_dump(header, sort_keys=False),
+        header=yaml.safe_dump(header, sort_keys=False, allow_unicode=True),
         name=name,
         plan=plan,
         steps=" then ".join(algorithms),
@@ -152,6 +152,7 @@ def eval_rows(evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:
     if "ref_ppl" in evaluation:
         rows.append(("perplexity of the source", value("ref_ppl", 2)))
     if "kld" in evaluation:
-        rows.append(("KL divergence from the source (nats per token)", value("kld", 4)))
+        digits = 4 if evaluation["kld"] >= 0.01 else 6
+        rows.append(("KL divergence from the source (nats per token)", value("kld", digits)))
         rows.append(("same most likely token as the source (%)", value("top1", 1, 100)))
     return [*rows, ("tokens scored", str(evaluation["tokens"]))]

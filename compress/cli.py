@@ -37,9 +37,20 @@ app = typer.Typer(
 _Refused: type[Exception] = typer.BadParameter.mro()[2]  # base of typer's usage errors, which has no public name
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"bitwright {version('bitwright')}")
+        raise typer.Exit
+
+
 @app.callback()
 def options(
     debug: Annotated[bool, typer.Option("--debug", help="show tracebacks of internal errors")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="print the version", callback=_version, is_eager=True)
+    ] = False,
 ) -> None:
     sys.excepthook = sys.__excepthook__ if debug else _internal_error
 
@@ -56,7 +67,7 @@ def run(
     device: DeviceOption = "auto",
     output: FormatOption = Format.human,
 ) -> None:
-    """Compress MODEL by RECIPE into OUT, read it back, and measure what was lost."""
+    """Compress MODEL by RECIPE, read it back, and measure the loss."""
     from compress.pipeline import run as run_pipeline
     from compress.progress import Progress
     from compress.recipe_file import load_recipe
@@ -93,7 +104,7 @@ def plan(
     target: Annotated[str | None, typer.Option(help="engine to satisfy: vllm, sglang, transformers, llama.cpp")] = None,
     output: FormatOption = Format.human,
 ) -> None:
-    """Print bits per tensor, file size, peak memory and estimated time; run nothing."""
+    """Print bits per tensor, size, memory and time; run nothing."""
     from compress.recipe_file import load_recipe
 
     settings = [*setting, f"output.target={target}"] if target else setting
@@ -119,7 +130,9 @@ def convert(
     out: OutOption,
     container: Annotated[str, typer.Option("--format", help="gguf, gptq, awq, compressed-tensors or safetensors")],
     dtype: Annotated[str | None, typer.Option(help="of float tensors: float32, bfloat16 or float16")] = None,
-    shard_size: Annotated[int, typer.Option(help="largest file, e.g. 5GB", parser=read_size)] = 5_000_000_000,
+    shard_size: Annotated[
+        int, typer.Option(help="largest file, 5GB unless given", parser=read_size, metavar="SIZE", show_default=False)
+    ] = 5_000_000_000,
     overwrite: OverwriteOption = False,
     output: FormatOption = Format.human,
 ) -> None:
@@ -173,8 +186,8 @@ class Listable(StrEnum):
 
 
 @app.command("list")
-def list_(what: Annotated[Listable, typer.Argument()], output: FormatOption = Format.human) -> None:
-    """Print the names that recipes and options may use, what each is for and, of recipes, what they cost."""
+def list_(what: Annotated[Listable, typer.Argument(metavar="WHAT")], output: FormatOption = Format.human) -> None:
+    """Print the names that recipes and options may use."""
     from compress.catalogue import catalogue, describe, recipe_rows
     from compress.show import show_json, show_table
     from runtime.linear import KERNELS

@@ -28,7 +28,7 @@ def evaluate(
     device: DeviceOption = "auto",
     output: FormatOption = Format.human,
 ) -> None:
-    """Measure perplexity and, against a reference, divergence; or run lm-eval tasks."""
+    """Measure perplexity and divergence, or run lm-eval tasks."""
     from compress.card import eval_rows
     from compress.progress import Progress
     from compress.show import show_json, show_table
@@ -40,6 +40,8 @@ def evaluate(
 
         show_json(run_tasks(model, tasks.split(","), limit=limit, device=pick_device(device)))
         return
+    if against is None and (max_kld, max_ppl_ratio) != (None, None):
+        raise UsageError("a gate needs a reference", how_to_fix="name the source model with --against")
     if text is None:
         raise UsageError("nothing to evaluate on", how_to_fix="name a text with --text, or lm-eval tasks with --tasks")
     with Progress() as progress:
@@ -66,7 +68,7 @@ def evaluate(
 def generate(
     model: ModelArgument,
     prompt: Annotated[str, typer.Option("-p", "--prompt", help="text to continue")],
-    max_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    max_tokens: Annotated[int, typer.Option(help="tokens to make, at most", min=1)] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy", min=0)] = 0.0,
     seed: Annotated[int | None, typer.Option(help="makes sampling reproducible")] = None,
     draft: Annotated[str | None, typer.Option(help="a smaller model that guesses, or self: this one in 4 bits")] = None,
@@ -110,7 +112,7 @@ def bench(
     prompt: Annotated[int, typer.Option(help="prompt tokens", min=1)] = 512,
     generate: Annotated[int, typer.Option(help="tokens to make", min=1)] = 64,
     batch: Annotated[str, typer.Option(help="batch sizes: 1,4,16")] = "1",
-    repetitions: Annotated[int, typer.Option(min=1)] = 3,
+    repetitions: Annotated[int, typer.Option(help="timed runs of each", min=1)] = 3,
     techniques: Annotated[bool, typer.Option("--compare", help="one table of all serving techniques")] = False,
     draft: Annotated[str | None, typer.Option(help="is this draft worth it? a model, self or ngram")] = None,
     text: Annotated[str, typer.Option(help="prompt for --draft")] = "The following is a list of",
@@ -150,7 +152,7 @@ def bench(
 
 
 def compare(
-    models: Annotated[list[Path], typer.Argument(help="output directories, or any model files", metavar="MODEL...")],
+    models: Annotated[list[Path], typer.Argument(help="output directories, or any model files", metavar="MODEL")],
     against: Annotated[str | None, typer.Option(help="measure them all now, against this model")] = None,
     text: Annotated[Path | None, typer.Option(help="on this plain text file")] = None,
     length: Annotated[int, typer.Option(help="tokens per window", min=4)] = 512,
@@ -158,7 +160,10 @@ def compare(
     plot: Annotated[Path | None, typer.Option(help="write PLOT.png and PLOT.svg: size against loss")] = None,
     output: FormatOption = Format.human,
 ) -> None:
-    """Print one table of sizes and losses: as runs recorded them or, with --against and --text, measured now."""
+    """Print one table of several models' sizes and losses.
+
+    As runs recorded them or, with --against and --text, measured now.
+    """
     from tempfile import TemporaryDirectory
 
     from compress.compare import HEADER, gather, table
@@ -180,16 +185,22 @@ def compare(
 
 
 def profile(
-    log: Annotated[Path, typer.Argument(help="JSON lines: prompt_tokens (or their ids), output_tokens")],
+    log: Annotated[Path, typer.Argument(help="JSON lines: prompt_tokens (or their ids), output_tokens", metavar="LOG")],
     model: Annotated[str, typer.Option(help="served by this model: directory, .gguf file or hub id")],
-    memory: Annotated[int, typer.Option(help="for the KV cache, e.g. 8GB", parser=read_size)] = 8_000_000_000,
+    memory: Annotated[
+        int,
+        typer.Option(help="for the KV cache, 8GB unless given", parser=read_size, metavar="SIZE", show_default=False),
+    ] = 8_000_000_000,
     kv_dtype: Annotated[str, typer.Option(help="float32, float16, bfloat16 or int8")] = "float16",
     acceptance: Annotated[float | None, typer.Option(help="measured share of a draft's guesses accepted")] = None,
     guesses: Annotated[int, typer.Option(help="tokens that a draft guesses at once")] = 4,
     draft_cost: Annotated[float, typer.Option(help="time of a draft's step over the model's")] = 0.1,
     output: FormatOption = Format.human,
 ) -> None:
-    """Report what a log of requests needs: lengths, KV memory by policy, gains from caching and drafts."""
+    """Report what a log of requests needs of a server.
+
+    Lengths, KV memory by policy, gains from prefix caching and from a draft.
+    """
     from compress.show import show_json, show_table
     from runtime.profile import profile as profile_log
     from runtime.profile import rows

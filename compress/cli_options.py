@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
+from formats.errors import UsageError
+
 
 class Format(StrEnum):
     human = "human"
@@ -32,8 +34,13 @@ OverwriteOption = Annotated[
 
 
 def pick_device(name: str) -> str:
-    if name != "auto":
-        return name
+    """What --device names, if this machine has it; for auto a GPU, if there is one."""
     import torch
 
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    if name == "auto":
+        return "cuda" if gpus else "cpu"
+    known = ["cpu", "cuda", *gpus] if gpus else ["cpu"]
+    if name not in known:
+        raise UsageError(f'no device "{name}" here', "--device", f"auto, {', '.join(known)}")
+    return name

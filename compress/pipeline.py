@@ -14,7 +14,7 @@ from compress.plan import Plan, make_plan
 from compress.preflight import preflight
 from compress.progress import Progress
 from compress.quantize import Quantizer
-from compress.recipe import Recipe
+from compress.recipe import PerplexitySpec, Recipe
 from compress.report import LayerLog, OutputDirectory, sha256, source_hashes, write_report
 from compress.work import Parts, Work
 from formats.checkpoint import Checkpoint
@@ -41,6 +41,8 @@ def run(
         plan = make_plan(recipe, checkpoint)
         tokenizer = load_tokenizer(checkpoint)
         output = OutputDirectory(out, resume=resume, overwrite=overwrite, needed=2 * plan.nbytes)
+        if recipe.evaluate is not None:
+            _read_windows(recipe.evaluate.perplexity, tokenizer)  # a text that is missing or short is told now
         progress.start("check", len(checkpoint.names()))
         preflight(plan, checkpoint, out, tokenizer, progress.update)
         with output as folder:
@@ -89,6 +91,12 @@ def _fingerprint(recipe: Recipe, checkpoint: Checkpoint) -> dict[str, Any]:
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
     }
+
+
+def _read_windows(spec: PerplexitySpec, tokenizer: Any) -> None:
+    from runtime.evaluate.perplexity import read_windows
+
+    read_windows(tokenizer, Path(spec.data), spec.length, spec.chunks)
 
 
 def _calibration(

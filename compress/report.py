@@ -3,6 +3,7 @@
 import errno
 import importlib.metadata
 import json
+import os
 import platform
 import shutil
 from collections.abc import Iterable, Mapping
@@ -34,7 +35,8 @@ class OutputDirectory:
     """
 
     def __init__(self, out: Path, *, resume: bool = False, overwrite: bool = False, needed: int = 0) -> None:
-        """needed: bytes that the run will write. Raises UsageError when OUT or OUT.partial stands in the way."""
+        """needed: bytes that the run will write. Raises UsageError when OUT or OUT.partial stands in the way, and
+        ResourceError when nothing can be written there."""
         self.out, self.partial, self.needed = out, _beside(out, "partial"), needed
         self._old = _beside(out, "old")
         if self._old.exists() and not out.exists():  # killed between the two renames of `commit`
@@ -45,6 +47,9 @@ class OutputDirectory:
             raise UsageError(
                 "an interrupted run lies there", str(self.partial), "continue it with --resume, or drop it: --overwrite"
             )
+        nearest = next(parent for parent in self.partial.parents if parent.exists())
+        if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
+            raise ResourceError("cannot write here", where=str(nearest), how_to_fix="write elsewhere with -o")
         self.resumed = resume and self.partial.exists()
 
     def __enter__(self) -> Path:

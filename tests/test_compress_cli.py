@@ -5,6 +5,7 @@ import json
 import shlex
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 
@@ -73,6 +74,7 @@ def test_help_and_usage_errors(quantize):
     ):
         code, out, err = quantize(*wrong)
         assert code == 2 and out == "" and "Error" in err
+    assert quantize("--version")[:2] == (0, f"bitwright {version('bitwright')}\n")
 
 
 def test_check_prints_the_resolved_recipe_or_all_mistakes(quantize, recipe, tmp_path):
@@ -107,6 +109,20 @@ def test_a_missed_gate_shows_the_result_and_keeps_the_output(quantize, tiny_mode
         assert code == 5 and err.count("error: ") == 1 and "above the allowed 1e-09" in err
         assert "KL divergence" in shown if form == "human" else json.loads(shown)["kld"] > 1e-9
         assert (out / "manifest.json").exists() and not (tmp_path / f"out{i}.partial").exists()
+
+
+def test_what_would_fail_late_is_told_early(quantize, recipe, tiny_model, tmp_path):
+    """Before the model's weights are looked at: no phase of the run begins."""
+    (tmp_path / "short.txt").write_text("too short")
+    text = ["--set", f"evaluate.perplexity.data={tmp_path / 'short.txt'}"]
+    for out, more, code, said in (
+        ("out", text, 3, "fewer than one window"),
+        ("r.yaml/out", [], 4, "cannot write here"),
+        ("out", ["--device", "cuda:77"], 2, 'no device "cuda:77"'),
+    ):
+        found, shown, err = quantize("run", recipe, tiny_model(), "-o", tmp_path / out, *more)
+        assert (found, shown) == (code, "") and err.startswith("error: ") and said in err
+        assert not list(tmp_path.glob("out*"))
 
 
 def test_models_that_are_not(quantize, recipe, tmp_path):
@@ -193,6 +209,8 @@ def test_eval(quantize, packed, tiny_model, tmp_path):
     assert code == 5 and "KL divergence" in out  # the result is printed all the same
     code, _, err = quantize("eval", packed)
     assert code == 2 and "--text" in err
+    code, out, err = quantize("eval", packed, "--text", tmp_path / "text.txt", "--max-kld", "1")
+    assert (code, out) == (2, "") and err.startswith("error: ") and "--against" in err
 
 
 @pytest.mark.parametrize("what", ["recipes", "algorithms", "grids", "containers", "architectures", "kernels"])
@@ -257,7 +275,8 @@ def test_what_the_pipeline_is_given(quantize, monkeypatch, recipe):
 STUB = """
 import sys, types, compress.cli
 module = types.ModuleType("compress.catalogue")
-module.describe = module.catalogue = lambda what: [(str(1 / {divisor}), "about")] * 100_000
+module.describe = module.recipe_rows = None
+module.catalogue = lambda what: [dict(name=str(1 / {divisor}), about="about")] * 100_000
 sys.modules["compress.catalogue"] = module
 compress.cli.main()
 """

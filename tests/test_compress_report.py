@@ -121,7 +121,7 @@ def test_a_kill_between_the_two_renames_loses_nothing(tmp_path):
 
 def test_a_place_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(ResourceError, match="cannot write the output"), OutputDirectory(tmp_path / "file" / "out"):
+    with pytest.raises(ResourceError, match="cannot write here"), OutputDirectory(tmp_path / "file" / "out"):
         pass
 
 

@@ -19,7 +19,7 @@ CONTAINERS = Registry(
     },
 )
 
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 _HUB_FILES = ["*.json", "*.jinja", "*.safetensors", "*.model", "*.txt"]
 
 
