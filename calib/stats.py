@@ -4,12 +4,11 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
-from scipy.linalg.blas import ssyrk
 from torch import Tensor
 
 T = TypeVar("T")
+_TILE = 256  # columns of a Hessian that are accumulated at a time
 
 
 @dataclass
@@ -35,11 +34,9 @@ class InputStats:
         if not len(x):
             return
         self.tokens += len(x)
-        if self.device.type == "cpu":  # half the work of a full product: BLAS computes one triangle in place
-            c = self.hessian.numpy().T
-            ssyrk(1.0, np.ascontiguousarray(x.numpy()).T, beta=1.0, c=c, overwrite_c=1)
-        else:
-            self.hessian.addmm_(x.T, x)
+        for start in range(0, self.width, _TILE):  # the lower triangle, tile by tile: little over half the work
+            rows, columns = slice(start, start + _TILE), slice(0, min(start + _TILE, self.width))
+            self.hessian[rows, columns].addmm_(x[:, rows].T, x[:, columns])
 
     def derive(self, key: Hashable, make: Callable[[], T]) -> T:
         """What `make` computes from these statistics, computed once."""
@@ -49,8 +46,7 @@ class InputStats:
 
     def finish(self) -> None:
         """Mirror the triangle and turn sums into means over tokens."""
-        if self.device.type == "cpu":
-            self.hessian = torch.tril(self.hessian) + torch.tril(self.hessian, -1).T
+        self.hessian = torch.tril(self.hessian) + torch.tril(self.hessian, -1).T
         self.hessian /= max(self.tokens, 1)
 
     @property

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from calib.precision import matmul_dtype
 from formats.checkpoint import Checkpoint
 from formats.errors import DataError
 
@@ -250,7 +251,7 @@ def _sample(model: Any, ids: Tensor, length: int, vocab: int, generator: torch.G
 
 
 def _whole_model(checkpoint: Checkpoint) -> Any:
-    """The checkpoint as a transformers model, in its own dtype."""
+    """The checkpoint as a transformers model."""
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
     from transformers.utils import logging
@@ -258,8 +259,7 @@ def _whole_model(checkpoint: Checkpoint) -> Any:
     names = checkpoint.names()
     config = AutoConfig.for_model(**checkpoint.config)
     config.tie_word_embeddings = f"{checkpoint.arch.head}.weight" not in names
-    stored = checkpoint.stored_as(f"{checkpoint.arch.embedding}.weight")
-    dtype = getattr(torch, stored) if isinstance(stored, str) else torch.bfloat16
+    dtype = matmul_dtype(torch.device("cpu"))
     state = {name: checkpoint.read_dense(name, dtype) for name in names}
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     shown = logging.is_progress_bar_enabled()

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
 from calib.experts import checkpoint_name, expand_pairs, expand_stages, module_path, split_experts
+from calib.precision import matmul_dtype
 from calib.stats import InputStats
 from formats.arch import is_transposed
 from formats.checkpoint import Checkpoint
@@ -65,8 +66,9 @@ class Store:
 class Walk:
     """Runs a checkpoint over calibration rows one decoder block at a time.
 
-    rows: int64 [samples, length]. Weights and the residual stream are float32; matrix products run in bfloat16 unless
-    `exact`. activation_budget: bytes of hidden states kept in memory before they spill into spill_dir.
+    rows: int64 [samples, length]. Weights and the residual stream are float32; matrix products run in `dtype`: bfloat16
+    where that is fast, unless `exact`. activation_budget: bytes of hidden states kept in memory before they spill into
+    spill_dir.
     """
 
     def __init__(
@@ -80,7 +82,8 @@ class Walk:
         activation_budget: int = 2 << 30,
         spill_dir: Path | None = None,
     ) -> None:
-        self.checkpoint, self.arch, self.device, self.exact = checkpoint, checkpoint.arch, torch.device(device), exact
+        self.checkpoint, self.arch, self.device = checkpoint, checkpoint.arch, torch.device(device)
+        self.dtype = torch.float32 if exact else matmul_dtype(self.device)
         self.config = hf_config(checkpoint)
         self.n_blocks: int = self.config.num_hidden_layers
         self.batch = max(1, batch_tokens // rows.shape[1])
@@ -160,7 +163,7 @@ class Walk:
         """Block i with its weights loaded; freed on exit."""
         with no_init_weights():
             module = self._block_class(self.config, layer_idx=i).float()
-        module = split_experts(module, self.arch).eval().requires_grad_(not self.exact)
+        module = split_experts(module, self.arch).eval().requires_grad_(self.dtype != torch.float32)
         prefix = self.arch.block.format(i=i)
         for name, parameter in module.named_parameters():
             parameter.data.copy_(self.checkpoint.read_dense(f"{prefix}.{checkpoint_name(self.arch, name)}"))
@@ -184,8 +187,8 @@ class Walk:
         return stats
 
     def precision(self) -> torch.autocast:
-        """Matrix products in bfloat16 unless exact. Weights that require gradients are cast once per context."""
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=not self.exact)
+        """Matrix products in `dtype`. Weights that require gradients are cast once per context."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
 
     def call(self, module: nn.Module, i: int, hidden: Tensor) -> Tensor:
         """Block i on hidden states [batch, length, hidden]; the batch is one of `batches`."""
@@ -298,7 +301,7 @@ class Block:
         if len(stage) > 1 or stage[0] != mine[-1] or "." in rest:
             return None
         shape = (*self.walk.hidden.shape[:-1], self.weight(stage[0]).shape[1])
-        self._kept[child] = self.walk.store(child, shape, torch.float32 if self.walk.exact else torch.bfloat16)
+        self._kept[child] = self.walk.store(child, shape, self.walk.dtype)
         return self._kept[child]
 
     def output(self) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from calib.precision import matmul_dtype
 from compress.recipe import Recipe, with_bits
 from formats.arch import Arch, is_transposed
 from formats.checkpoint import Checkpoint, Container
@@ -166,7 +167,11 @@ class Plan:
         if self.recipe.evaluate:
             spec = self.recipe.evaluate.perplexity
             work += 2 * 2 * spec.length * spec.chunks * self.parameters
-        return 10 + forwards / _flops_per_second(torch.bfloat16) + work / _flops_per_second(torch.float32)
+        return (
+            10
+            + forwards / _flops_per_second(matmul_dtype(torch.device("cpu")))
+            + work / _flops_per_second(torch.float32)
+        )
 
     def summary(self) -> dict[str, Any]:
         """The plan as plain data."""
