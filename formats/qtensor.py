@@ -83,13 +83,6 @@ class Grid(ABC):
         last block of an affine grid may be ragged. Vectorised over rows and blocks.
         """
 
-    def refit(self, w: Tensor, codes: Tensor, params: Params, importance: Tensor | None = None) -> Params:
-        """Parameters that bring these codes (uint8 [out, n]) nearer to w, by weighted least squares; see `fit`.
-
-        `params` themselves where a format has nothing to gain.
-        """
-        return params
-
     @abstractmethod
     def columns(self, params: Params, n: int) -> Columns:
         """The values allowed in each of n columns, in the arithmetic of the format's published dequantiser."""

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from formats.grids.search import (
     MinimumSquares,
+    Snap,
     best_of,
     clip_ranges,
     fit_blocks,
@@ -13,7 +14,6 @@ from formats.grids.search import (
     inverse,
     near_halves,
     ratio,
-    refit_scale,
     scale_squares,
     search_scale_minimum,
 )
@@ -72,13 +72,6 @@ def _fit_scale_minimum(x: Tensor, weight: Tensor, bits: int) -> Params:
     return {"scale": scale.half(), "minimum": minimum.half()}
 
 
-def _refit_scale_minimum(x: Tensor, weight: Tensor, codes: Tensor, params: Params) -> Params:
-    squares = MinimumSquares(x, weight, lowered=False)
-    scale = half(squares.solve(codes)[0])
-    scale = torch.where(scale > 0, scale, params["scale"].float())
-    return {"scale": scale.half(), "minimum": half(squares.minimum(codes, scale)).half()}
-
-
 class AffineGrid(IntegerLevels):
     """2-8 bit integers, one fp16 scale (and, unless symmetric, one integer zero point) per group or row.
 
@@ -106,22 +99,18 @@ class AffineGrid(IntegerLevels):
 
         return fit_blocks(fit, self.block or w.shape[1], w, importance)
 
-    def refit(self, w: Tensor, codes: Tensor, params: Params, importance: Tensor | None = None) -> Params:
-        def fit(x: Tensor, weight: Tensor, codes: Tensor, old: Params) -> Params:
-            level = codes + self.lowest if self.symmetric else codes - old["zero"]
-            return {**old, "scale": refit_scale(x, weight, level, old["scale"])}
-
-        return fit_blocks(fit, self.block or w.shape[1], w, importance, codes, params)
-
     def columns(self, params: Params, n: int) -> Columns:
         zero = None if self.symmetric else _expand(params["zero"], self.block, n)
         return Columns(_expand(params["scale"], self.block, n), zero=zero)
 
 
-class ScaleBlock(IntegerLevels):
-    """GGUF's q4_0, q5_0, q8_0: 32 weights share an fp16 scale of either sign. params: scale fp16 [out, blocks]."""
+class OneScale:
+    """32 weights share an fp16 scale of either sign, whatever the levels. params: scale fp16 [out, blocks]."""
 
-    factors = (Factor(32, "scale"),)
+    factors: tuple[Factor, ...] = (Factor(32, "scale"),)
+    bits: int
+    ends: tuple[float, float]
+    round_levels: Snap
 
     def bits_per_weight(self, in_features: int) -> float:
         return self.bits + 16 / 32
@@ -132,14 +121,12 @@ class ScaleBlock(IntegerLevels):
 
         return fit_blocks(fit, 32, w, importance)
 
-    def refit(self, w: Tensor, codes: Tensor, params: Params, importance: Tensor | None = None) -> Params:
-        def fit(x: Tensor, weight: Tensor, codes: Tensor, old: Params) -> Params:
-            return {"scale": refit_scale(x, weight, codes + self.lowest, old["scale"])}
-
-        return fit_blocks(fit, 32, w, importance, codes, params)
-
     def columns(self, params: Params, n: int) -> Columns:
         return Columns(_expand(params["scale"], 32, n))
+
+
+class ScaleBlock(OneScale, IntegerLevels):
+    """GGUF's q4_0, q5_0, q8_0."""
 
 
 class ScaleMinBlock(IntegerLevels):
@@ -152,9 +139,6 @@ class ScaleMinBlock(IntegerLevels):
 
     def fit(self, w: Tensor, importance: Tensor | None = None) -> Params:
         return fit_blocks(lambda x, weight: _fit_scale_minimum(x, weight, self.bits), 32, w, importance)
-
-    def refit(self, w: Tensor, codes: Tensor, params: Params, importance: Tensor | None = None) -> Params:
-        return fit_blocks(_refit_scale_minimum, 32, w, importance, codes, params)
 
     def columns(self, params: Params, n: int) -> Columns:
         return Columns(_expand(params["scale"], 32, n), offset=-_expand(params["minimum"], 32, n))

@@ -5,15 +5,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from formats.grids.affine import OneScale
 from formats.grids.kquant import SUPER, SuperScale, spread_super
 from formats.grids.search import (
     best_of,
     fit_blocks,
-    fit_scale,
     ratio,
-    refit_scale,
     scale_error,
-    scale_squares,
     search_scale,
 )
 from formats.qtensor import Columns, Factor, Grid, Params
@@ -41,28 +39,8 @@ class Codebook(Grid):
         return self._lookup.to(x.device).index_select(0, cell.flatten()).view(x.shape)
 
 
-class ScaleCodebook(Codebook):
-    """iq4_nl: 32 weights share an fp16 scale of either sign. params: scale fp16 [out, blocks]."""
-
-    factors = (Factor(32, "scale"),)
-
-    def bits_per_weight(self, in_features: int) -> float:
-        return 4 + 16 / 32
-
-    def columns(self, params: Params, n: int) -> Columns:
-        return Columns(params["scale"].float().repeat_interleave(32, dim=1)[:, :n])
-
-    def fit(self, w: Tensor, importance: Tensor | None = None) -> Params:
-        def fit(x: Tensor, weight: Tensor) -> Params:
-            return fit_scale(x, weight, self.round_levels, self.ends, self.bits, signed=True)
-
-        return fit_blocks(fit, 32, w, importance)
-
-    def refit(self, w: Tensor, codes: Tensor, params: Params, importance: Tensor | None = None) -> Params:
-        def fit(x: Tensor, weight: Tensor, codes: Tensor, old: Params) -> Params:
-            return {"scale": refit_scale(x, weight, self._level(codes), old["scale"])}
-
-        return fit_blocks(fit, 32, w, importance, codes, params)
+class ScaleCodebook(OneScale, Codebook):
+    """iq4_nl."""
 
 
 class SubScaleCodebook(Codebook):
@@ -79,17 +57,11 @@ class SubScaleCodebook(Codebook):
     def columns(self, params: Params, n: int) -> Columns:
         return Columns(spread_super(params, "scale", "sub_scale", n))
 
-    def _search(self, x: Tensor, weight: Tensor) -> SuperScale:
-        return SuperScale(x, weight, self.round_levels, self.ends, self.bits, subs=8, sub_bits=6)
-
     def fit(self, w: Tensor, importance: Tensor | None = None) -> Params:
-        return fit_blocks(lambda x, weight: self._search(x, weight).fit(), SUPER, w, importance)
+        def fit(x: Tensor, weight: Tensor) -> Params:
+            return SuperScale(x, weight, self.round_levels, self.ends, self.bits, subs=8, sub_bits=6).fit()
 
-    def refit(self, w: Tensor, codes: Tensor, params: Params, importance: Tensor | None = None) -> Params:
-        def fit(x: Tensor, weight: Tensor, codes: Tensor, old: Params) -> Params:
-            return self._search(x, weight).refit(self._level(codes), old)
-
-        return fit_blocks(fit, SUPER, w, importance, codes, params)
+        return fit_blocks(fit, SUPER, w, importance)
 
 
 def dynamic_map() -> Tensor:
@@ -153,14 +125,6 @@ class NestedCodebook(Codebook):
         scale = spread.view(-1, self.group).amax(1).repeat_interleave(self.group)[: len(absmax)]
         shared = {"scale": scale.view_as(found["absmax"]), "offset": offset.expand_as(found["absmax"]).contiguous()}
         return {**shared, **fit_blocks(settle, self.width, w, importance, params={**found, **shared})}
-
-    def refit(self, w: Tensor, codes: Tensor, params: Params, importance: Tensor | None = None) -> Params:
-        def fit(x: Tensor, weight: Tensor, codes: Tensor, old: Params) -> Params:
-            absmax = ratio(*scale_squares(x, weight, self._level(codes)))
-            code = self._nested(torch.where(absmax > 0, absmax, self._absmax(old)), old["scale"], old["offset"])
-            return {**old, "sub_scale": code.to(torch.uint8)}
-
-        return fit_blocks(fit, self.width, w, importance, codes, params)
 
 
 class ExponentCodebook(Codebook):

@@ -72,21 +72,6 @@ class SubScaleMinBlock(IntegerLevels):
         state, _ = best_of(search.descend(*state), search.error)
         return search.params(*state)
 
-    def refit(self, w: Tensor, codes: Tensor, params: Params, importance: Tensor | None = None) -> Params:
-        def fit(x: Tensor, weight: Tensor, codes: Tensor, old: Params) -> Params:
-            search = _SuperScaleMin(self, x, weight)
-            state: tuple[Tensor, ...] = (
-                old["scale"].float(),
-                old["minimum"].float(),
-                old["sub_scale"].t().float(),
-                old["sub_minimum"].t().float(),
-            )
-            for _ in range(3):
-                state = search.refit(codes.unflatten(0, (self.subs, -1)), *state)
-            return search.params(*state)
-
-        return fit_blocks(fit, SUPER, w, importance, codes, params)
-
 
 class _SuperScaleMin:
     """The search over (scale, minimum, sub_scale, sub_minimum): [N], [N], [subs, N], [subs, N], all float32."""
@@ -120,9 +105,9 @@ class _SuperScaleMin:
 
     def improve(self, d: Tensor, dm: Tensor, sub: Tensor, low: Tensor) -> tuple[Tensor, ...]:
         """With the codes these parameters give: better integers, then better super-scales."""
-        return self.refit(self.squares.codes(d * sub, -(dm * low), self.top), d, dm, sub, low)
+        return self.solve(self.squares.codes(d * sub, -(dm * low), self.top), d, dm, sub, low)
 
-    def refit(self, codes: Tensor, d: Tensor, dm: Tensor, sub: Tensor, low: Tensor) -> tuple[Tensor, ...]:
+    def solve(self, codes: Tensor, d: Tensor, dm: Tensor, sub: Tensor, low: Tensor) -> tuple[Tensor, ...]:
         squares, inv, inv_low = self.squares, inverse(d), inverse(dm)
         linear, quadratic, products = squares.sums(codes)
         products = products + squares.mean * linear
@@ -184,13 +169,6 @@ class SuperScale:
         state, _ = best_of(self.descend(*state), self.error)
         return self.params(*state)
 
-    def refit(self, level: Tensor, old: Params) -> Params:
-        """Better parameters for given levels [256, N]."""
-        d, sub = old["scale"].float(), old["sub_scale"].t().float()
-        for _ in range(3):
-            d, sub = self.solve(level.unflatten(0, (len(sub), -1)), d, sub)
-        return self.params(d, sub)
-
     def params(self, d: Tensor, sub: Tensor) -> Params:
         return {"scale": d.half(), "sub_scale": sub.t().to(torch.int8)}
 
@@ -245,17 +223,11 @@ class SubScaleBlock(IntegerLevels):
     def columns(self, params: Params, n: int) -> Columns:
         return Columns(spread_super(params, "scale", "sub_scale", n))
 
-    def _search(self, x: Tensor, weight: Tensor) -> "SuperScale":
-        return SuperScale(x, weight, self.round_levels, self.ends, self.bits, 16, self.sub_bits)
-
     def fit(self, w: Tensor, importance: Tensor | None = None) -> Params:
-        return fit_blocks(lambda x, weight: self._search(x, weight).fit(), SUPER, w, importance)
+        def fit(x: Tensor, weight: Tensor) -> Params:
+            return SuperScale(x, weight, self.round_levels, self.ends, self.bits, 16, self.sub_bits).fit()
 
-    def refit(self, w: Tensor, codes: Tensor, params: Params, importance: Tensor | None = None) -> Params:
-        def fit(x: Tensor, weight: Tensor, codes: Tensor, old: Params) -> Params:
-            return self._search(x, weight).refit(codes + self.lowest, old)
-
-        return fit_blocks(fit, SUPER, w, importance, codes, params)
+        return fit_blocks(fit, SUPER, w, importance)
 
 
 Q2_K = SubScaleMinBlock("q2_k", 2, 16, 4)

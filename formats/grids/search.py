@@ -26,13 +26,12 @@ def fit_blocks(
     width: int,
     w: Tensor,
     importance: Tensor | None,
-    codes: Tensor | None = None,
     params: Params | None = None,
 ) -> Params:
     """Run `fit(x, weight) -> {name: [N] or [N, subs]}` over w [out, n] in chunks of rows.
 
     importance: [n], [out, n] or None. A ragged last block is padded with copies of its last weight, of no importance.
-    codes [out, n] and params, when there are any, are cut alike and passed on: `fit(x, weight, codes, params)`.
+    params found before are cut alike and passed on: `fit(x, weight, params)`.
     Returns the parameters as [out, blocks] or [out, blocks, subs].
     """
     n = w.shape[1]
@@ -50,11 +49,7 @@ def fit_blocks(
         weight = cut(_normalised(importance if importance is None or importance.dim() == 1 else importance[chunk], x))
         if n % width:
             weight.view(width, -1, blocks)[n % width :, :, -1] = 0
-        given: list[Tensor | Params] = []
-        if codes is not None:
-            given.append(cut(codes[chunk].float()))
-        if params is not None:
-            given.append({name: p[chunk].flatten(0, 1) for name, p in params.items()})
+        given = [] if params is None else [{name: p[chunk].flatten(0, 1) for name, p in params.items()}]
         part = fit(cut(x), weight, *given)
         parts.append({name: p.unflatten(0, (-1, blocks)) for name, p in part.items()})
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
@@ -170,12 +165,6 @@ def fit_scale(
     searched = near_halves(search_scale(x, weight, snap, ends, bits, signed))
     (scale,), _ = best_of(((s,) for s in usual + searched), lambda s: scale_error(x, weight, snap, s))
     return {"scale": scale.half()}
-
-
-def refit_scale(x: Tensor, weight: Tensor, level: Tensor, old: Tensor) -> Tensor:
-    """Best fp16 scale for given levels; the old one stays where the levels say nothing or want the other sign."""
-    scale = half(ratio(*scale_squares(x, weight, level)))
-    return torch.where(scale * old > 0, scale, old.float()).half()
 
 
 class MinimumSquares:
