@@ -162,7 +162,8 @@ def inspect(
     from formats.containers import open_checkpoint
 
     if verify:
-        print(check_integrity(Path(model)))
+        line = check_integrity(Path(model))
+        show_json({"path": model, "intact": True}) if output == Format.json else print(line)
         return
     with open_checkpoint(model) as checkpoint:
         facts = inspect_model(checkpoint)

@@ -47,7 +47,7 @@ class Progress:
         """Some steps are done; `line` says what they were."""
         self.done += steps
         if self._bar:
-            self._bar.update(self._task, advance=steps, description=f"{self.title} {line}".strip())
+            self._bar.update(self._task, advance=steps, description=f"{self.title} {self._fitted(line)}".strip())
         elif line and not self.quiet:
             self._print(f"[{self.done:>{len(str(self.total))}}/{self.total}] {line}  left {self._left()}")
 
@@ -67,6 +67,11 @@ class Progress:
     def note(self, text: str) -> None:
         """Something the user should know."""
         self._print(text)
+
+    def _fitted(self, line: str) -> str:
+        """The end of the line, where it does not fit beside the bar and its numbers."""
+        room = max(1, self.console.width - len(self.title) - 40)
+        return line if len(line) <= room else f"…{line[len(line) + 1 - room :]}"
 
     def _print(self, text: str) -> None:
         self.console.print(text, markup=False)
