@@ -133,12 +133,14 @@ def _label(figure: "Figure", axes: "Axes", points: Sequence[Point]) -> None:
     scale = figure.dpi / 72
     pixels = [axes.transData.transform((point.mb, point.kld)) / scale for point in points]  # in points, as fonts are
     taken = [(x - 5, y - 5, x + 5, y + 5) for x, y in pixels]
+    left, low, right, high = (edge / scale for edge in (axes.bbox.x0, axes.bbox.y0, axes.bbox.x1, axes.bbox.y1))
     for point, (x, y) in sorted(zip(points, pixels, strict=True), key=lambda item: (item[0].kld, item[0].mb)):
         width = 5.2 * len(point.label)
         places = [(dx, dy) for dy in (0, 11, -11, 22, -22, 33, -33, 44) for dx in (8, -8 - width)]
         places.sort(key=lambda place: abs(place[1]) + (place[0] < 0))
         boxes = {(dx, dy): (x + dx, y + dy - 5, x + dx + width, y + dy + 5) for dx, dy in places}
-        free = [place for place in places if not any(_overlap(boxes[place], other) for other in taken)]
+        inside = [p for p in places if left < boxes[p][0] and boxes[p][2] < right and low < boxes[p][1] < high - 10]
+        free = [place for place in inside if not any(_overlap(boxes[place], other) for other in taken)]
         place = (free or places)[0]
         taken.append(boxes[place])
         axes.annotate(

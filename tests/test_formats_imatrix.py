@@ -1,5 +1,6 @@
 """Importance matrices: the GGUF layout field by field, the .dat one through a real llama-quantize."""
 
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from formats.arch import ARCHITECTURES
+from formats.checkpoint import Checkpoint
 from formats.containers.gguf import GGUFContainer
 from formats.containers.imatrix import Imatrix, read_imatrix, write_imatrix
 from formats.containers.safetensors import SafetensorsContainer
@@ -76,35 +78,58 @@ def test_damage_and_foreign_entries_are_refused(tmp_path: Path) -> None:
         read_imatrix(tmp_path / "k.dat", ARCHITECTURES["qwen3"])
 
 
-def test_llama_quantize_uses_it(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    """A real llama-quantize takes the file, names the data set, and weighs columns by it. ik_llama.cpp's reads .dat."""
-    ik_llama_cpp = pytest.importorskip("ik_llama_cpp")
-    source = SafetensorsContainer().open_reader(tiny_model("llama", hidden=256, layers=1))
-    writer = GGUFContainer().open_writer(tmp_path, source, {}, {})
+def weighed_by(tool: str | Path, source: Checkpoint, folder: Path, suffix: str) -> bool:
+    """Does this llama-quantize take our file, name its data set, and favour the columns that it says matter?"""
+    writer = GGUFContainer().open_writer(folder, source, {}, {})
     for name in source.names():
         writer.write(name, source.read(name))
     writer.close()
     linears = [f"{linear}.weight" for linear in source.arch.linears(0)]
     matrix = Imatrix({n: torch.ones(source.shape(n)[1]) for n in linears}, dict.fromkeys(linears, 512), ["calib.txt"])
     probe = "model.layers.0.mlp.up_proj.weight"
-    matrix.mean_squares[probe] = torch.cat([torch.full((128,), 1000.0), torch.full((128,), 1e-3)]).repeat(1)[:256]
-    matrix.mean_squares[probe] = matrix.mean_squares[probe].reshape(2, 8, 16).transpose(0, 1).reshape(-1)
-    write_imatrix(tmp_path / "i.dat", source.arch, matrix)
-    tool = ik_llama_cpp.find_quantize_bin()
+    matrix.mean_squares[probe] = torch.tensor([1000.0] * 16 + [1e-3] * 16).repeat(8)
+    write_imatrix(folder / f"i{suffix}", source.arch, matrix)
     errors = {}
-    for label, options in (("plain", []), ("weighed", ["--imatrix", str(tmp_path / "i.dat")])):
-        out = tmp_path / f"{label}.gguf"
+    for label, options in (("plain", []), ("weighed", ["--imatrix", str(folder / f"i{suffix}")])):
+        out = folder / f"{label}.gguf"
         done = subprocess.run(
-            [str(tool), *options, str(tmp_path / "model.gguf"), str(out), "Q4_0", "1"],
+            [str(tool), *options, str(folder / "model.gguf"), str(out), "Q4_0", "1"],
             capture_output=True,
             text=True,
             timeout=120,
         )
         assert done.returncode == 0, done.stderr[-500:]
-        checkpoint = GGUFContainer().open_reader(out)  # and files of llama-quantize are input, too
-        value, original = checkpoint.read(probe), source.read(probe)
+        value, original = GGUFContainer().open_reader(out).read(probe), source.read(probe)  # their files are input, too
         error = (value.dequantize() - original).square().mean(0).reshape(8, 2, 16)  # type: ignore[union-attr,operator]
         errors[label] = float(error[:, 0].sum() / error[:, 1].sum())
-        if label == "weighed":
-            assert "imatrix dataset='calib.txt'" in done.stdout + done.stderr
-    assert errors["weighed"] < 0.7 * errors["plain"]
+    assert "calib.txt" in done.stdout + done.stderr
+    return errors["weighed"] < 0.7 * errors["plain"]
+
+
+def source_of(tiny_model: Callable[..., Path]) -> Checkpoint:
+    return SafetensorsContainer().open_reader(tiny_model("llama", hidden=256, layers=1))
+
+
+def test_llama_quantize_uses_it(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """ik_llama.cpp's reads the .dat layout."""
+    ik_llama_cpp = pytest.importorskip("ik_llama_cpp")
+    assert weighed_by(ik_llama_cpp.find_quantize_bin(), source_of(tiny_model), tmp_path, ".dat")
+
+
+@pytest.mark.slow
+def test_mainline_reads_ours_and_we_read_its(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """Mainline's tools, which read and write the GGUF layout: PEERS/llama.cpp/build/bin, where that exists."""
+    tools = Path(os.environ.get("PEERS", ".venv-peers")) / "llama.cpp" / "build" / "bin"
+    if not (tools / "llama-imatrix").exists():
+        pytest.skip("llama.cpp is not built")
+    source = source_of(tiny_model)
+    assert weighed_by(tools / "llama-quantize", source, tmp_path, ".gguf")
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog, and the dog does not care.\n" * 20)
+    options = ["-m", "model.gguf", "-f", "text.txt", "-o", "theirs.gguf", "-c", "64", "--chunks", "2", "-t", "1"]
+    command = [str(tools.absolute() / "llama-imatrix"), *options]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-500:]
+    theirs = read_imatrix(tmp_path / "theirs.gguf", source.arch)
+    assert {f"{linear}.weight" for linear in source.arch.linears(0)} <= theirs.mean_squares.keys()
+    assert set(theirs.tokens.values()) == {128} and theirs.chunk_size == 64 and theirs.chunks == 2
+    assert all((mean > 0).all() for mean in theirs.mean_squares.values())
