@@ -44,7 +44,8 @@ def run(recipe: str, model: Path, out: Path, settings: list[str]) -> dict[str, A
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode not in (0, 5):
         raise SystemExit(f"{recipe} ended with {done.returncode}")
-    return {key: value for key, value in json.loads(done.stdout).items() if key in KEPT}
+    found = json.loads(done.stdout)
+    return {key: round(found[key], 6) for key in KEPT}
 
 
 def main() -> None:
