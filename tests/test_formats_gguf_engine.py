@@ -6,18 +6,21 @@ transformers makes Mixtral agree, which proves names and layout all the same. It
 input without mean and bias, and stops; there transformers' own GGUF loader is the second reader.
 """
 
-import json
-import subprocess
-import sys
+import textwrap
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from agreement import PROMPT, Reference, agreement, decided, pick, reference
+from llama_engine import ask
+from quantised import decoded, write_model, write_quantised
 from tokenizers import Tokenizer
 
-from formats.containers.gguf import GGUFContainer
+from formats.containers import open_checkpoint
+from formats.containers.gguf import GGUFContainer, reorder_rows, rotary_order
 from formats.containers.safetensors import SafetensorsContainer
 from formats.grids import parse_grid
 from formats.qtensor import QTensor
@@ -25,30 +28,22 @@ from formats.qtensor import QTensor
 pytest.importorskip("ik_llama_cpp")
 
 PROMPTS = ["Hello <|im_start|>world", "In 1969 three", "def mean(values):\n  ", "the dog's caf\u00e9"]
-RUN = """
-import json, sys
-from ik_llama_cpp import IkLlama
-model = IkLlama(sys.argv[1], n_ctx=128, n_threads=1, flash_attn=False, verbose=False)
-tokens = [model.tokenize(p, add_bos=True, special=True) for p in json.loads(sys.argv[2])]
-print(json.dumps([tokens, [model.generate(t, max_tokens=8, temperature=0.0) for t in tokens]]))
-"""
+EMBEDDED = Path(__file__).parents[1] / "recipes/quickstart/model"
 
 
 def engine(path: Path) -> tuple[list[list[int]], list[list[int]]]:
-    """Tokens of the prompts, and eight greedy ones after each (fewer at an end-of-text token)."""
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, str(path), json.dumps(PROMPTS)], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr[-800:]
-    tokens, generated = json.loads(done.stdout.splitlines()[-1])
-    return tokens, generated
+    """Tokens of the prompts, and eight greedy ones after each."""
+    found = ask(path, path.parent / "engine.npz", texts=PROMPTS)
+    tokens = [found[f"tokens-{i}"].tolist() for i in range(len(PROMPTS))]
+    found = ask(path, path.parent / "engine.npz", rows=tokens, generate=8)
+    return tokens, [found[f"greedy-{i}"].tolist() for i in range(len(tokens))]
 
 
 def greedy(model: Any, tokens: list[int], count: int) -> list[int]:
     for _ in range(count):
         with torch.no_grad():
             tokens = [*tokens, int(model(torch.tensor([tokens])).logits[0, -1].argmax())]
-    return tokens[len(tokens) - count :] if count else []
+    return tokens[len(tokens) - count :]
 
 
 def add_experts_to_the_norm(model: Any) -> None:
@@ -90,7 +85,6 @@ def test_greedy_tokens_of_every_family(
     if model_type == "mixtral":
         add_experts_to_the_norm(model)
     expected = [greedy(model, prompt, len(found)) for prompt, found in zip(tokens, generated, strict=True)]
-    assert sum(len(found) for found in generated) >= 16
     assert sum(a == b for a, b in zip(expected, generated, strict=True)) >= 3  # random models have near ties
 
 
@@ -119,7 +113,7 @@ def test_every_grid_loads_and_stays_near_the_decoded_weights(tiny_model: Callabl
     for prompt, found in zip(tokens, generated, strict=True):
         with torch.no_grad():
             top = model(torch.tensor([prompt])).logits[0, -1].topk(3).indices.tolist()
-        near += not found or found[0] in top
+        near += found[0] in top
     assert near >= 3
 
 
@@ -137,3 +131,52 @@ def test_transformers_loads_gpt2_as_we_do(tiny_model: Callable[..., Path], tmp_p
         expected = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)(ids).logits
         found = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)(ids).logits
     assert (found[..., :384] - expected).abs().max() < 1e-4
+
+
+@pytest.fixture(scope="module")
+def rounded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Reference]:
+    """The embedded model in q4_1, and what its decoded weights do after pieces of Python."""
+    from transformers import AutoModelForCausalLM
+
+    out = tmp_path_factory.mktemp("rounded")
+    with open_checkpoint(EMBEDDED) as source:
+        write_quantised(source, out, "gguf", "q4_1")
+    model = AutoModelForCausalLM.from_pretrained(decoded(out, out / "decoded"), dtype=torch.float32)
+    ids = Tokenizer.from_file(str(EMBEDDED / "tokenizer.json")).encode(Path(textwrap.__file__).read_text()).ids
+    return out, reference(model, torch.tensor(ids[: 40 * PROMPT]).view(40, PROMPT))
+
+
+def test_decided_prompts_are_continued_with_the_same_tokens(rounded: tuple[Path, Reference], tmp_path: Path) -> None:
+    found = agreement(rounded[0] / "model.gguf", decided(rounded[1]), tmp_path)
+    assert sum(found.same) >= 9
+
+
+def test_elsewhere_the_engine_differs_in_near_ties_only(rounded: tuple[Path, Reference], tmp_path: Path) -> None:
+    chosen = pick(rounded[1], list(range(10)))
+    found = agreement(rounded[0] / "model.gguf", chosen, tmp_path)
+    assert found.near(chosen), found
+
+
+def unpermuted(q: QTensor) -> QTensor:
+    """Query rows in an order that GGUF's llama family does not have."""
+    return reorder_rows(q, torch.argsort(rotary_order(q.shape[0], 32)))
+
+
+def swapped(q: QTensor) -> QTensor:
+    """The two halves of every block swapped: nibbles in the wrong order."""
+    return replace(q, codes=q.codes.unflatten(1, (-1, 2, 16)).flip(2).flatten(1))
+
+
+@pytest.mark.parametrize(("kind", "damage"), [("q_proj", unpermuted), ("down_proj", swapped)])
+def test_one_damaged_tensor_is_seen_either_way(
+    rounded: tuple[Path, Reference], tmp_path: Path, kind: str, damage: Callable[[QTensor], QTensor]
+) -> None:
+    out, everything = rounded
+    with open_checkpoint(out) as source:
+        values = {n: q for n in source.names() if isinstance(q := source.read(n), QTensor)}
+        name = next(n for n in values if kind in n)
+        write_model(source, tmp_path, "gguf", values | {name: damage(values[name])})
+    clear = decided(everything)
+    found = agreement(tmp_path / "model.gguf", clear, tmp_path)
+    assert sum(found.same) < 9
+    assert not found.near(clear)
