@@ -7,18 +7,19 @@ from typing import Any
 
 import torch
 
-from calib.text import CalibrationSet, generate_text, load_text, load_tokenizer
+from calib.text import CalibrationSet, generate_text, load_text
 from compress.algorithms import Outcome
 from compress.allocate import allocate
 from compress.plan import Plan, make_plan
 from compress.preflight import preflight
 from compress.progress import Progress
-from compress.quantize import Quantizer
+from compress.quantize import Quantizer, too_few
 from compress.recipe import PerplexitySpec, Recipe
 from compress.report import LayerLog, OutputDirectory, sha256, source_hashes, write_report
 from compress.work import Parts, Work
 from formats.checkpoint import Checkpoint
 from formats.containers import open_checkpoint
+from formats.dense import load_tokenizer
 from formats.qtensor import Grid, QTensor
 
 
@@ -55,12 +56,17 @@ def run(
                 source = fingerprint["source"]
                 plan, curve = allocate(plan, checkpoint, text.tokens, source, folder, device=device, progress=progress)
             log = LayerLog(folder)
-            starved = _quantize(plan, checkpoint, text, work, folder, log, device, progress)
+            _quantize(plan, checkpoint, text, work, folder, log, device, progress)
             _write(plan, checkpoint, work, folder, progress)
             _verify(plan, folder, work, progress)
             if plan.container.name == "gguf" and text is not None:
                 _save_imatrix(folder / "calibration" / "imatrix.gguf", checkpoint, text, work)
             evaluation = _evaluate(recipe, checkpoint, folder, progress)
+            starved = [
+                name.removesuffix(".weight")
+                for name, (mean, tokens) in work.importances().items()
+                if too_few(tokens, len(mean))
+            ]
             shutil.rmtree(work.folder)
             if evaluation is not None and curve:
                 _plot_curve(folder, plan, curve, evaluation)
@@ -144,8 +150,8 @@ def _quantize(
     log: LayerLog,
     device: str,
     progress: Progress,
-) -> list[str]:
-    """Bring every part into `work`. Returns the names that could not be calibrated."""
+) -> None:
+    """Bring every part into `work`."""
     progress.start("quantise", len(plan.grids))
     known = {record["name"] for record in log.records}
 
@@ -155,10 +161,7 @@ def _quantize(
             log.write(name, grid.name, outcome.error, outcome.rtn_error, outcome.damp, seconds)
 
     rows = text.tokens if text is not None and any(step.needs_text for step in plan.recipe.steps) else None
-    quantizer = Quantizer(plan, checkpoint, work, on_layer, rows, device, spill_dir=work.folder)
-    for _ in quantizer.run():
-        pass
-    return quantizer.starved
+    Quantizer(plan, checkpoint, work, on_layer, rows, device, spill_dir=work.folder).run()
 
 
 def _save_imatrix(path: Path, checkpoint: Checkpoint, text: CalibrationSet, work: Work) -> None:

@@ -1,8 +1,8 @@
 """Choosing the codes: every tensor of a plan, block by block, with calibration where the recipe asks for it."""
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,15 +19,20 @@ from formats.containers.imatrix import Imatrix, read_imatrix
 from formats.qtensor import Grid
 
 OnLayer = Callable[[str, Grid, Outcome, float], None]  # name, grid, outcome, seconds
+OUTSIDE = "outside"
 _PLAIN = RtnStep(algorithm="rtn")
+
+
+def too_few(tokens: int, width: int) -> bool:
+    """Whether a linear of that many inputs saw too little of the text: a Hessian of such rank only misleads."""
+    return tokens < width // 4
 
 
 @dataclass
 class Quantizer:
     """Runs the steps of a plan. Finished blocks go to `work`, so that a later call goes on where this one stopped.
 
-    rows: int64 [samples, length], or None where no step looks at text. starved: experts that saw too few tokens to be
-    calibrated, and were rounded without.
+    rows: int64 [samples, length], or None where no step looks at text.
     """
 
     plan: Plan
@@ -37,26 +42,23 @@ class Quantizer:
     rows: Tensor | None = None
     device: str = "cpu"
     spill_dir: Path | None = None
-    starved: list[str] = field(default_factory=list)
 
-    def run(self) -> Iterator[Parts]:
-        """Yield the finished tensors part by part: each block's, then those outside the blocks."""
+    def run(self) -> None:
+        """Bring every part into `work`: each block's tensors, then those outside the blocks."""
         if self.rows is None:
-            yield from self._without_text()
+            self._without_text()
             return
         walk = Walk(self.checkpoint, self.rows, device=self.device, spill_dir=self.spill_dir)
         for i in range(walk.n_blocks):
             part = f"block-{i:04d}"
             with walk.block(i) as block:
                 if self.work.has(part):
-                    done = self.work.load(part)
-                    block.restore(done)
+                    block.restore(self.work.load(part))
                 else:
-                    done = self._block(block)
-                    self.work.save(part, done)
+                    self.work.save(part, self._block(block))
                 block.propagate()
-            yield done
-        yield self._outside(walk.head_stats() if self._outside_names() else None)
+        if self._outside_names() and not self.work.has(OUTSIDE):
+            self.work.save(OUTSIDE, self._outside(walk.head_stats()))
 
     def _block(self, block: Block) -> Parts:
         """All steps on one block."""
@@ -84,40 +86,32 @@ class Quantizer:
 
     def _tensor(self, name: str, weight: Tensor, stats: InputStats | None, grid: Grid, step: object) -> Outcome:
         start = time.perf_counter()
-        if stats is not None and stats.tokens < weight.shape[1] // 4:  # a Hessian of such rank only misleads
-            self.starved.append(name.removesuffix(".weight"))
-            stats = None
-        if stats is None:
-            step = _PLAIN
+        if stats is None or too_few(stats.tokens, weight.shape[1]):
+            stats, step = None, _PLAIN
         outcome: Outcome = ALGORITHMS[step.algorithm](weight, stats, grid, step)  # type: ignore[attr-defined]
         self.on_layer(name.removesuffix(".weight"), grid, outcome, time.perf_counter() - start)
         return outcome
 
-    def _without_text(self) -> Iterator[Parts]:
+    def _without_text(self) -> None:
         step = self.plan.recipe.steps[-1]
         known = Imatrix()
         if isinstance(step, RtnStep) and step.imatrix is not None:
             known = read_imatrix(Path(step.imatrix), self.checkpoint.arch)
         for name, grid in self.plan.grids.items():
             if self.work.has(name):
-                yield self.work.load(name)
                 continue
             stats = None
             if name in known.mean_squares:
                 stats = diagonal_stats(known.mean_squares[name], known.tokens[name])
-            done: Parts = {name: self._tensor(name, self.checkpoint.read_linear(name), stats, grid, step).tensor}
-            self.work.save(name, done)
-            yield done
+            outcome = self._tensor(name, self.checkpoint.read_linear(name), stats, grid, step)
+            self.work.save(name, {name: outcome.tensor})
 
     def _outside_names(self) -> list[str]:
         arch = self.checkpoint.arch
         return [n for n in (f"{arch.embedding}.weight", f"{arch.head}.weight") if n in self.plan.grids]
 
-    def _outside(self, stats: InputStats | None) -> Parts:
+    def _outside(self, stats: InputStats) -> Parts:
         """Embedding and head: rounded by importance where they act as the head, else plainly."""
-        part = "outside"
-        if self.work.has(part):
-            return self.work.load(part)
         tied = f"{self.checkpoint.arch.head}.weight" not in self.checkpoint.names()
         done: Parts = {}
         for name in self._outside_names():
@@ -126,5 +120,4 @@ class Quantizer:
             done[name] = self._tensor(
                 name, self.checkpoint.read_linear(name), stats if is_head else None, self.plan.grids[name], step
             ).tensor
-        self.work.save(part, done)
         return done
