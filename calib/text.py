@@ -3,7 +3,6 @@
 import hashlib
 import json
 import random
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from calib.precision import matmul_dtype
 from formats.checkpoint import Checkpoint
+from formats.dense import dense_model
 from formats.errors import DataError
 
 LOOK = 4  # a source is read from its front until it has given this many times the tokens needed
@@ -40,15 +40,6 @@ class CalibrationSet:
     seed: int
     count: int
     generated: bool = False
-
-
-def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    """The checkpoint's transformers tokenizer, whatever container it came in."""
-    from transformers import AutoTokenizer
-
-    with tempfile.TemporaryDirectory() as folder:
-        checkpoint.save_tokenizer(Path(folder))
-        return AutoTokenizer.from_pretrained(folder)
 
 
 def load_text(
@@ -221,7 +212,7 @@ def generate_text(
     followed by the next text. progress(rows done, rows wanted) is called after each batch. The whole model is in memory
     meanwhile, in its own dtype.
     """
-    model = _whole_model(checkpoint).to(device)
+    model = dense_model(checkpoint, matmul_dtype(torch.device("cpu"))).to(device)
     start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     vocab = min(model.get_input_embeddings().weight.shape[0], len(tokenizer))
     generator = torch.Generator().manual_seed(seed)
@@ -248,24 +239,3 @@ def _sample(model: Any, ids: Tensor, length: int, vocab: int, generator: torch.G
         probabilities = logits[:, -1, :vocab].float().softmax(-1).cpu()
         ids = torch.cat([ids, torch.multinomial(probabilities, 1, generator=generator)], dim=1)
     return ids
-
-
-def _whole_model(checkpoint: Checkpoint) -> Any:
-    """The checkpoint as a transformers model."""
-    from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-    from transformers.utils import logging
-
-    names = checkpoint.names()
-    config = AutoConfig.for_model(**checkpoint.config)
-    config.tie_word_embeddings = f"{checkpoint.arch.head}.weight" not in names
-    dtype = matmul_dtype(torch.device("cpu"))
-    state = {name: checkpoint.read_dense(name, dtype) for name in names}
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # ours is on stderr already
-    try:
-        return model_class.from_pretrained(None, config=config, state_dict=state, dtype=dtype).eval()
-    finally:
-        if shown:
-            logging.enable_progress_bar()

@@ -9,8 +9,9 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from calib.text import generate_text, load_text, load_tokenizer
+from calib.text import generate_text, load_text
 from formats.containers import open_checkpoint
+from formats.dense import load_tokenizer
 from formats.errors import DataError
 
 TEXT = "".join(f"The quick brown fox {i} jumps over the lazy dog {i * i}.\n" for i in range(70))

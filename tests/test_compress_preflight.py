@@ -7,11 +7,11 @@ import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from calib.text import load_tokenizer
 from compress.plan import make_plan
 from compress.preflight import check_finite, check_lengths, check_round_trip, check_tokenizer, preflight
 from compress.recipe import Recipe
 from formats.containers import open_checkpoint
+from formats.dense import load_tokenizer
 from formats.errors import DataError, ResourceError, UsageError
 
 

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from formats.containers import open_checkpoint
+from formats.dense import load_tokenizer
 from formats.errors import DataError, GateFailed, UsageError
 from runtime.evaluate.divergence import Divergence, ReferenceLogits, reference_key, store_reference
 from runtime.evaluate.perplexity import Window, log_probabilities, read_windows, summarize_perplexity
-from runtime.evaluate.scorers import Scorer, load_tokenizer, open_scorer
+from runtime.evaluate.scorers import Scorer, open_scorer
 
 Progress = Callable[[int, int], None]  # windows done, windows in all
 

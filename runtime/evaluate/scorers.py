@@ -1,17 +1,17 @@
 """Models as something that answers with logits: through transformers (dense) or the bundled runtime (packed)."""
 
 import contextlib
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from formats.checkpoint import Checkpoint
 from formats.containers import open_checkpoint
-from formats.errors import DataError, UsageError
+from formats.dense import dense_model
+from formats.errors import UsageError
 
 
 class Scorer(Protocol):
@@ -60,36 +60,6 @@ class PackedScorer:
         return self.model.logits(hidden[-last:])
 
 
-def dense_model(checkpoint: Checkpoint) -> Any:
-    """The transformers model of a checkpoint, in float32 and in evaluation mode."""
-    from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    config = AutoConfig.for_model(**checkpoint.config)
-    config.tie_word_embeddings = f"{checkpoint.arch.head}.weight" not in checkpoint.names()
-    state = {name: checkpoint.read_dense(name) for name in checkpoint.names()}
-    # from_pretrained adopts these tensors without a copy, and fuses routed experts where its modules want that.
-    with quiet_transformers():
-        family: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-        model, report = family.from_pretrained(
-            None, config=config, state_dict=state, dtype=torch.float32, output_loading_info=True
-        )
-    for problem in ("missing_keys", "mismatched_keys"):
-        if report[problem]:
-            names = ", ".join(str(name) for name in sorted(report[problem])[:3])
-            raise DataError(f"{problem.replace('_keys', '')} tensors: {names}", where=str(checkpoint.path))
-    return model.eval()
-
-
-def load_tokenizer(checkpoint: Checkpoint) -> Any:
-    """The checkpoint's transformers tokenizer, whatever container it came in."""
-    from transformers import AutoTokenizer
-
-    with tempfile.TemporaryDirectory() as folder:
-        checkpoint.save_tokenizer(Path(folder))
-        return AutoTokenizer.from_pretrained(folder)
-
-
 @contextlib.contextmanager
 def open_scorer(path: str | Path, engine: str, device: str = "cpu", kernel: str = "auto") -> Iterator[Scorer]:
     """A model ready to be scored; its weights are released on leaving.
@@ -102,17 +72,3 @@ def open_scorer(path: str | Path, engine: str, device: str = "cpu", kernel: str 
     with open_checkpoint(path) as checkpoint:
         scorer = PackedScorer(checkpoint, device, kernel) if engine == "runtime" else DenseScorer(checkpoint, device)
     yield scorer
-
-
-@contextlib.contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """No progress bars of transformers: ours go to stderr, one per run."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
