@@ -153,6 +153,6 @@ def eval_rows(evaluation: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows.append(("perplexity of the source", value("ref_ppl", 2)))
     if "kld" in evaluation:
         digits = 4 if evaluation["kld"] >= 0.01 else 6
-        rows.append(("KL divergence from the source (nats per token)", value("kld", digits)))
-        rows.append(("same most likely token as the source (%)", value("top1", 1, 100)))
+        rows.append(("KL divergence (nats per token)", value("kld", digits)))
+        rows.append(("same most likely token (%)", value("top1", 1, 100)))
     return [*rows, ("tokens scored", str(evaluation["tokens"]))]
