@@ -24,7 +24,7 @@ from formats.arch import is_transposed
 from formats.checkpoint import Checkpoint
 from formats.qtensor import QTensor
 
-PROBE_TOKENS = 2048  # tokens on which variants of a block are compared
+PROBE_TOKENS = 1024  # tokens on which variants of a block are compared
 
 
 class _Stop(BaseException):

@@ -123,7 +123,7 @@ class RtnStep(Strict):
 class GptqStep(Strict):
     """GPTQ: column by column, each rounding error made up for by the columns after it.
 
-    damp: fraction of the mean diagonal added to the Hessian.
+    damp: fraction of its diagonal added to the Hessian.
     act_order stores the permutation (g_idx), where the container can; without it groups are static and only the
     processing order follows the Hessian's diagonal.
     """

@@ -113,7 +113,7 @@ class LayerLog:
     def write(
         self, name: str, grid: str, error: float, rtn_error: float, damp: float | None, seconds: float, **more: Any
     ) -> None:
-        """error, rtn_error: relative output errors; damp: fraction of the mean diagonal that GPTQ needed."""
+        """error, rtn_error: relative output errors; damp: fraction of its diagonal that GPTQ added to the Hessian."""
         record = {"name": name, "grid": grid, "error": error, "rtn_error": rtn_error, "damp": damp} | more
         record["seconds"] = round(seconds, 3)
         self.records.append(record)

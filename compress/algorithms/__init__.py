@@ -28,7 +28,7 @@ class Outcome:
 
     error, rtn_error  output error relative to the output's energy on the calibration inputs, and the same for plain
                       rounding to the same grid; relative weight errors where there were no inputs
-    damp              fraction of the mean diagonal that was added to the Hessian, None without one
+    damp              fraction of its diagonal that was added to the Hessian, None without one
     """
 
     tensor: QTensor

@@ -8,7 +8,6 @@ squared error of the block's output when each W becomes Q(W s) / s.
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from calib.stats import InputStats
@@ -17,7 +16,7 @@ from compress.algorithms import Outcome, rtn
 from compress.recipe import AwqStep, RtnStep
 from formats.qtensor import Grid
 
-ROWS = 256  # output rows that are rounded while a scale is judged; the others stay float
+ROWS = 128  # output rows that are rounded while a scale is judged; the others stay float
 
 
 def fold_scales(block: Block, grids: Mapping[str, Grid], step: AwqStep) -> dict[str, Tensor]:
@@ -45,18 +44,27 @@ def best_scale(
     """s [in] of the lowest output error; all ones when no scale helps. size [in]: mean |x|."""
     weights = {name: block.weight(name) for name in targets}
     importance = {name: probe.inputs[name].square().mean(0) for name in targets}
-    best, lowest = torch.ones_like(size), float("inf")
-    for point in range(points):
+    errors: dict[int, float] = {}
+
+    def scale(point: int) -> Tensor:
         s = size.pow(point / points)
-        s = s / (s.max() * s.min()).sqrt()
-        for name in targets:
-            block.replace(name, _rounded_rows(weights[name], s, grids[name], importance[name]))
-        error = float((block.output() - probe.output).square().sum())
-        if error < lowest:
-            best, lowest = s, error
+        return s / (s.max() * s.min()).sqrt()
+
+    def error(point: int) -> float:
+        if point not in errors:
+            for name in targets:
+                block.replace(name, _rounded_rows(weights[name], scale(point), grids[name], importance[name]))
+            errors[point] = float((block.output() - probe.output).square().sum())
+        return errors[point]
+
+    stride = 1 << max(points // 4, 1).bit_length() - 1
+    best = min(range(0, points, stride), key=error)
+    while stride > 1:  # the error is smooth in the exponent: look closer only around the best
+        stride //= 2
+        best = min((p for p in (best, best - stride, best + stride) if 0 <= p < points), key=error)
     for name in targets:
         block.replace(name, weights[name])
-    return best
+    return scale(best)
 
 
 def _rounded_rows(W: Tensor, s: Tensor, grid: Grid, importance: Tensor) -> Tensor:

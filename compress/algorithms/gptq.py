@@ -17,24 +17,27 @@ from compress.recipe import GptqStep
 from formats.qtensor import Columns, Grid, IntegerLevels, Params, QTensor
 
 
+def damped(H: Tensor, damp: float) -> Tensor:
+    """H + damp * diag(H): shrinks every correlation alike, where a multiple of I would drown the quiet inputs."""
+    return H + torch.diag(damp * H.diagonal())
+
+
 def inverse_factor(H: Tensor, damp: float) -> tuple[Tensor, float]:
-    """U upper triangular with (H + damp * mean(diag H) * I)^-1 = U^T U, and the damping that was needed.
+    """U upper triangular with damped(H, damp)^-1 = U^T U, and the damping that was needed.
 
     damp grows tenfold until the factorisation succeeds; past 1 the eigenvalues are clamped instead.
     """
-    n, mean = len(H), H.diagonal().mean().clamp(min=1e-12)
+    identity = torch.eye(len(H), device=H.device)
     while damp <= 1:
-        damped = H + damp * mean * torch.eye(n, device=H.device)
-        L, info = torch.linalg.cholesky_ex(damped.flip(0, 1))
+        L, info = torch.linalg.cholesky_ex(damped(H, damp).flip(0, 1))
         if not info and bool(torch.isfinite(L).all()):
             R = L.flip(0, 1)  # damped = R R^T with R upper, so that U = R^-1
-            return torch.linalg.solve_triangular(R, torch.eye(n, device=H.device), upper=True), damp
+            return torch.linalg.solve_triangular(R, identity, upper=True), damp
         damp = max(damp, 1e-4) * 10
     values, vectors = torch.linalg.eigh(H.double())
-    clamped = (vectors * values.clamp(min=float(mean) * 0.01)) @ vectors.T
+    clamped = (vectors * values.clamp(min=float(values.mean().clamp(min=1e-12)) * 0.01)) @ vectors.T
     L = torch.linalg.cholesky(clamped.flip(0, 1))
-    U = torch.linalg.solve_triangular(L.flip(0, 1), torch.eye(n, dtype=L.dtype, device=H.device), upper=True)
-    return U.float(), float("inf")
+    return torch.linalg.solve_triangular(L.flip(0, 1), identity.double(), upper=True).float(), float("inf")
 
 
 class Lanes:
@@ -111,7 +114,7 @@ class Curvature:
         H = H + torch.diag((diagonal == 0) * diagonal.mean().clamp(min=1e-12))  # dead inputs cost nothing
         self.order = torch.argsort(H.diagonal(), descending=True, stable=True)
         self.U, self.damp = inverse_factor(H[self.order][:, self.order], damp)
-        self.H = H + min(self.damp, 1.0) * H.diagonal().mean() * torch.eye(len(H), device=H.device)
+        self.H = damped(H, min(self.damp, 1.0))
 
     def importance(self) -> Tensor:
         """float32 [in]: how much an error in a column costs, between no feedback (diag H) and feedback (1 / U_jj^2)."""
