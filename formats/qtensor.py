@@ -199,8 +199,3 @@ class QTensor:
         """Stored size in bytes, parameters included."""
         out, n = self.shape
         return round(self.grid.bits_per_weight(n) * out * n / 8)
-
-
-def dequantized(value: "Tensor | QTensor", dtype: torch.dtype = torch.float32) -> Tensor:
-    """A dense tensor of `dtype`, whatever was stored."""
-    return value.dequantize(dtype) if isinstance(value, QTensor) else value.to(dtype)

@@ -9,7 +9,6 @@ import torch
 from quantised import write_quantised
 
 from formats.containers import open_checkpoint
-from formats.qtensor import dequantized
 from runtime.evaluate.run import evaluate
 
 sys.path.insert(0, str(Path(__file__).with_name("bench")))
@@ -47,7 +46,7 @@ def test_decoders_agree(
         found = dict(decode(ours.path, config))
         assert set(found) == set(ours.names())
         for name in ours.names():
-            expected = dequantized(ours.read(name))
+            expected = ours.read_dense(name)
             assert torch.allclose(found[name], expected, rtol=1e-6, atol=1e-7), name
         assert stored_bytes(ours.path) > 0
 

@@ -9,7 +9,7 @@ from compress.recipe import Recipe
 from formats.containers import open_checkpoint
 from formats.errors import UsageError
 from formats.grids import parse_grid
-from formats.qtensor import QTensor, dequantized
+from formats.qtensor import QTensor
 
 EMBED = "model.embed_tokens.weight"
 
@@ -182,8 +182,7 @@ def test_the_planned_size_is_the_files_size(tiny_model, tmp_path, grid, format, 
         for row in made.rows:
             value = checkpoint.read(row.name)
             if row.grid is not None:
-                weight = dequantized(value)
-                weight = weight if row.linear == row.shape else weight.T.contiguous()
+                weight = checkpoint.read_linear(row.name)
                 params = row.grid.fit(weight)
                 value = QTensor(row.grid, row.grid.encode(weight, params), params)
             writer.write(row.name, value)
