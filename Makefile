@@ -26,5 +26,6 @@ PEERS ?= .venv-peers
 peers: install
 	tests/peers/install.sh gptqmodel $(PEERS)/gptqmodel $(PYTHON)
 	tests/peers/install.sh llmcompressor $(PEERS)/llmcompressor $(PYTHON)
+	tests/peers/install.sh llamacpp $(PEERS)/llamacpp $(PYTHON)
 	$(BIN)/python tests/peers/matrix.py $(PEERS)
 	PEERS=$(PEERS) $(BIN)/pytest -m slow tests/test_formats_peers.py

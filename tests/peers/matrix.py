@@ -4,13 +4,12 @@
 
 PEERS_DIRECTORY holds the environments that install.sh makes. Prints a Markdown table: for each directory the largest
 absolute difference between the reader's float32 logits and those of our dequantised weights in transformers, or, for
-GGUF, whether gguf-py decodes the same bits and whether llama.cpp continues with the same tokens. Exits with 1 when
+gguf-py, of the decoded values. Exits with 1 when
 a cell is wrong; "not run" where a reader is not installed.
 """
 
 import argparse
 import importlib.util
-import json
 import os
 import subprocess
 import sys
@@ -26,6 +25,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE.parent.parent)]
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from conftest import tiny_config, tiny_tokenizer  # noqa: E402
+from llama_engine import ask  # noqa: E402
 from quantised import decoded, logits, write_quantised  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
@@ -35,6 +35,8 @@ from formats.qtensor import QTensor  # noqa: E402
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3_text", "gpt2", "mixtral", "qwen3_moe")
 MOE = ("mixtral", "qwen3_moe")
 LIMIT = 1e-3
+GGUF_GRIDS = ["q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs", "mxfp4"]
+PROMPT = (torch.arange(3, 51) * 7 % 384).tolist()  # from 32 tokens on, llama.cpp's BLAS keeps activations in float32
 
 
 def mixture(symmetric: str) -> Callable[[str], str | None]:
@@ -46,6 +48,10 @@ def mixture(symmetric: str) -> Callable[[str], str | None]:
         return f"int8-channel{symmetric}" if ".1.self_attn" in name or ".1.attn" in name else f"int4-g32{symmetric}"
 
     return choose
+
+
+def gguf_mixture(name: str) -> str:
+    return "q8_0" if "v_proj" in name else "q4_0"
 
 
 @dataclass
@@ -70,8 +76,16 @@ def cases(family: str) -> Iterator[Case]:
             yield Case("compressed-tensors", "4-bit g32 asym", "int4-g32", {}, "transformers, dequantize=True")
     if family not in MOE:
         yield Case("bitsandbytes", "nf4", "nf4", {}, "bitsandbytes")
-    for reader in ("gguf-py", "llama.cpp"):
-        yield Case("gguf", "q4_0/q8_0", lambda n: "q8_0" if "v_proj" in n else "q4_0", {}, reader)
+    yield Case("gguf", "float32", lambda n: None, {}, "llama.cpp")
+    attention = "q4_0/q8_0, experts float32"
+    for reader in ("gguf-py", "llama.cpp", "ik_llama.cpp"):
+        if reader == "llama.cpp" and family in MOE:  # its product with experts rounds activations
+            yield Case("gguf", attention, lambda n: None if ".experts." in n else gguf_mixture(n), {}, reader)
+        else:
+            yield Case("gguf", "q4_0/q8_0", gguf_mixture, {}, reader)
+    if family == "llama":
+        for spec in GGUF_GRIDS:
+            yield Case("gguf", spec, spec, {"hidden": 256}, "llama.cpp")
 
 
 def make_source(family: str, out: Path, hidden: int = 192) -> Path:
@@ -154,17 +168,26 @@ def gguf_py(file: Path) -> str:
     return f"{np.abs(ours - theirs).max():.1e}" if ours.shape == theirs.shape else "other tensors"
 
 
-def llama_cpp(file: Path, reference: torch.Tensor) -> str:
-    """The largest difference of the logits after a prompt; its kernels round activations to 8 bits."""
-    if importlib.util.find_spec("ik_llama_cpp") is None:
+def llama_cpp(file: Path, python: Path | str | None, decoded_weights: Path, work: Path) -> str:
+    """The largest difference of the logits of a prompt."""
+    from transformers import AutoModelForCausalLM
+
+    if python is None:
         return "not run"
-    tokens = (torch.arange(3, 27) * 7 % reference.shape[-1]).tolist()
-    command = [sys.executable, str(HERE / "llama_cpp_logits.py"), str(file), *map(str, tokens)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        return "not loaded" if "Failed to load" in done.stderr else f"crashed ({done.returncode})"
-    found = np.array(json.loads(done.stdout.splitlines()[-1]))
-    return f"{np.abs(found - reference[0, 23].numpy()).max():.1e}"
+    model = AutoModelForCausalLM.from_pretrained(decoded_weights, dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = model(torch.tensor([PROMPT])).logits[0].numpy()
+    try:
+        found = ask(file, work / "llama.npz", python, rows=[PROMPT])["logits-0"]
+    except RuntimeError as error:
+        return "does not load" if "does not load" in str(error) else str(error).partition(":")[0]
+    return f"{np.abs(found - expected).max():.1e}"
+
+
+def llama_pythons(peers: Path) -> dict[str, Path | str | None]:
+    mainline = peers / "llamacpp" / "bin" / "python"
+    ik = importlib.util.find_spec("ik_llama_cpp") is not None
+    return {"llama.cpp": mainline if mainline.exists() else None, "ik_llama.cpp": sys.executable if ik else None}
 
 
 def run(peers: Path, families: tuple[str, ...]) -> list[tuple[str, str, str, str, str]]:
@@ -175,16 +198,18 @@ def run(peers: Path, families: tuple[str, ...]) -> list[tuple[str, str, str, str
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
         for family in families:
-            source = make_source(family, work / family)
+            sources = {width: make_source(family, work / f"{family}-{width}", width) for width in (192, 256)}
             for i, case in enumerate(cases(family)):
                 out = work / f"{family}-{i}"
-                with open_checkpoint(source) as model:
-                    write_quantised(model, out, case.container, case.choose, **case.options)
+                options = dict(case.options)
+                with open_checkpoint(sources[options.pop("hidden", 192)]) as model:
+                    write_quantised(model, out, case.container, case.choose, **options)
                 result = "not run"
                 if case.container == "gguf":
                     file = next(out.glob("*.gguf"))
-                    reference = logits(decoded(out, work / f"{out.name}-decoded"))
-                    result = gguf_py(file) if case.reader == "gguf-py" else llama_cpp(file, reference)
+                    weights = decoded(out, work / f"{out.name}-decoded")
+                    python = llama_pythons(peers).get(case.reader)
+                    result = gguf_py(file) if case.reader == "gguf-py" else llama_cpp(file, python, weights, work)
                 else:
                     rounded = "" if "dequantize" in case.reader else ".experts." if "transf" in case.reader else None
                     reference = logits(decoded(out, work / f"{out.name}-decoded", rounded))
@@ -206,11 +231,11 @@ def run(peers: Path, families: tuple[str, ...]) -> list[tuple[str, str, str, str
 
 
 def is_right(reader: str, result: str) -> bool:
-    """llama.cpp is shown, not judged: it rounds activations, which lets routers of random experts tip over."""
+    """ik_llama.cpp is shown, not judged: it rounds activations, which lets routers of random experts tip over."""
     try:
-        return reader == "llama.cpp" or float(result) < LIMIT
+        return reader == "ik_llama.cpp" or float(result) < LIMIT
     except ValueError:
-        return result == "not run"
+        return reader == "ik_llama.cpp" or result == "not run"
 
 
 def main() -> None:
