@@ -36,9 +36,13 @@ def evaluate(
     from runtime.evaluate.run import evaluate as measure
 
     if tasks:
-        from runtime.evaluate.harness import run_tasks
+        from runtime.evaluate.harness import rows, run_tasks
 
-        show_json(run_tasks(model, tasks.split(","), limit=limit, device=pick_device(device)))
+        answers = run_tasks(model, tasks.split(","), limit=limit, device=pick_device(device))
+        if output == Format.json:
+            show_json(answers)
+        else:
+            show_table(("task", "items", "metric", "value", "+-"), rows(answers))
         return
     if against is None and (max_kld, max_ppl_ratio) != (None, None):
         raise UsageError("a gate needs a reference", how_to_fix="name the source model with --against")

@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
@@ -211,6 +212,40 @@ def test_eval(quantize, packed, tiny_model, tmp_path):
     assert code == 2 and "--text" in err
     code, out, err = quantize("eval", packed, "--text", tmp_path / "text.txt", "--max-kld", "1")
     assert (code, out) == (2, "") and err.startswith("error: ") and "--against" in err
+
+
+TASK = """\
+task: local_text
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+output_type: loglikelihood_rolling
+test_split: test
+doc_to_text: ""
+doc_to_target: "{{{{text}}}}"
+metric_list: [{{metric: byte_perplexity}}]
+"""
+
+
+def test_eval_tasks(quantize, tmp_path, monkeypatch):
+    """Our own tasks, one in a user's folder and one in a user's file, on the embedded model, without a network."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "my tasks"
+    folder.mkdir()
+    (folder / "items.jsonl").write_text("".join(json.dumps({"text": f"import os{i}"}) + "\n" for i in range(3)))
+    (folder / "local.yaml").write_text(TASK.format(data=json.dumps(str(folder / "items.jsonl"))))
+    model = Path(__file__).parent.parent / "recipes" / "quickstart" / "model"
+    code, out, _ = quantize("eval", model, "--tasks", f"bitwright,{folder}", "--limit", 3, "--output", "json")
+    found = json.loads(out)
+    assert code == 0 and {"results", "configs", "versions", "n-shot", "n-samples", "config"} <= found.keys()
+    assert found["results"].keys() == {"bitwright_endings", "bitwright_sequences", "local_text"}
+    assert found["results"]["local_text"]["byte_perplexity,none"] > 1
+    assert found["n-samples"]["bitwright_endings"]["effective"] == 3
+    code, table, _ = quantize("eval", model, "--tasks", folder / "local.yaml")
+    (header, row) = table.splitlines()
+    assert code == 0 and row.split()[:3] == ["local_text", "3", "byte_perplexity"]
+    assert float(row.split()[3]) == pytest.approx(found["results"]["local_text"]["byte_perplexity,none"], abs=1e-3)
+    code, out, err = quantize("eval", model, "--tasks", "bitwright_edings")
+    assert (code, out) == (2, "") and "no such task: bitwright_edings" in err
 
 
 @pytest.mark.parametrize("what", ["recipes", "algorithms", "grids", "containers", "architectures", "kernels"])

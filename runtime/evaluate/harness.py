@@ -190,3 +190,15 @@ def run_tasks(
     assert results is not None, "lm-eval answers None only on other ranks"
     plain: dict[str, Any] = json.loads(json.dumps(results, default=handle_non_serializable))
     return plain
+
+
+def rows(answers: dict[str, Any]) -> list[tuple[str, ...]]:
+    """(task, items, metric, value, standard error) of what `run_tasks` returned, for people."""
+    lines: list[tuple[str, ...]] = []
+    for task, found in answers["results"].items():
+        for key in (key for key in found if "," in key and "_stderr," not in key):
+            metric, _, chosen = key.partition(",")
+            spread = found.get(f"{metric}_stderr,{chosen}")
+            spread = f"{spread:.4f}" if isinstance(spread, float) else ""
+            lines.append((task, str(found["sample_len"]), metric, f"{found[key]:.4f}", spread))
+    return lines
