@@ -160,13 +160,14 @@ def inspect(
     from compress.inspect import check_integrity, condensed, inspect_model
     from compress.show import show_json, show_model
     from formats.containers import open_checkpoint
+    from runtime.linear import kernels_by_grid
 
     if verify:
         line = check_integrity(Path(model))
         show_json({"path": model, "intact": True}) if output == Format.json else print(line)
         return
     with open_checkpoint(model) as checkpoint:
-        facts = inspect_model(checkpoint)
+        facts = inspect_model(checkpoint) | {"kernels": kernels_by_grid(checkpoint)}
     if output == Format.json:
         show_json(facts)
     else:

@@ -47,8 +47,11 @@ def show_model(facts: Mapping[str, Any], condensed: Iterable[Sequence[Any]]) -> 
     show_table(("tensors", "number", "shape", "stored as", "bits"), condensed)
     print()
     total = facts["parameters"]
-    rows = [(kind, f"{100 * n / total:.1f} %", "#" * round(40 * n / total)) for kind, n in facts["histogram"].items()]
-    show_table(("stored as", "weights", ""), rows)
+    rows = [
+        (kind, f"{100 * n / total:.1f} %", "#" * round(40 * n / total), facts["kernels"].get(kind, ""))
+        for kind, n in facts["histogram"].items()
+    ]
+    show_table(("stored as", "weights", "", "kernel"), rows)
     print()
     size = f"{facts['bytes'] / 1e6:.1f} MB, {facts['bits_per_weight']:.3f} bits per weight"
     pairs = {"container": facts["container"], "architecture": facts["architecture"], "size": size} | facts["config"]

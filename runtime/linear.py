@@ -1,10 +1,12 @@
 """A linear layer whose weight stays packed: one registry of kernels, dispatch on device, grid and rows."""
 
 from abc import ABC, abstractmethod
+from math import prod
 
 import torch
 from torch import Tensor
 
+from formats.checkpoint import Checkpoint
 from formats.qtensor import QTensor
 from formats.registry import Registry
 
@@ -56,6 +58,17 @@ def choose_kernel(kernel: str, device: str) -> str:
     if kernel not in AUTOMATIC:
         return kernel
     return AUTOMATIC[kernel] if device == "cpu" else "triton"
+
+
+def kernels_by_grid(checkpoint: Checkpoint, kernel: str = "fast", device: str = "cpu") -> dict[str, str]:
+    """What multiplies one row by the weights of each grid; found out on the smallest matrix of a kind."""
+    smallest: dict[str, str] = {}
+    for name in sorted(checkpoint.names(), key=lambda name: prod(checkpoint.shape(name))):
+        stored = checkpoint.stored_as(name)
+        if len(checkpoint.shape(name)) == 2 and name.endswith(".weight"):
+            smallest.setdefault(stored if isinstance(stored, str) else stored.name, name)
+    build = KERNELS[choose_kernel(kernel, device)]
+    return {kind: build(checkpoint.read(name), device, torch.float32).describe(1) for kind, name in smallest.items()}
 
 
 class QuantizedLinear:

@@ -65,7 +65,11 @@ class SamplingParams:
             (self.n >= 1, "n", "at least 1"),
             (self.beam_width == 0 or self.n <= self.beam_width, "n", "at most beam_width"),
             (all(self.stop), "stop", "strings that are not empty"),
-            (not (self.beam_width and self.stop), "stop", "empty with beam search"),
+            (
+                not (self.beam_width and self.stop),
+                "stop",
+                "empty with beam search, which compares tokens: use stop_token_ids",
+            ),
             (self.logprobs is None or 0 <= self.logprobs <= vocab_size, "logprobs", "between 0 and the vocabulary"),
         ]
         for good, name, allowed in rules:

@@ -86,7 +86,7 @@ def test_every_output_is_written_and_nothing_beyond(kind: type[CpuKernel], rows:
     kernel = kind(quantised("q4_1", 160, 64), "cpu", torch.float32)
     a = activations(rows + 1, 64)
     a.x[:] = np.random.default_rng(0).standard_normal(a.x.shape)
-    quantise(a, rows)
+    quantise(a, rows, False)
     a.x[rows], a.scales[rows] = np.nan, np.nan
     out = np.full((rows + 1, kernel.stage.columns), np.nan, np.float32)
     multiply(kernel.stage.descriptors, kernel.stage.bounds(2), a, out, rows)
@@ -99,6 +99,16 @@ def test_weights_stay_packed_and_kernels_name_themselves() -> None:
     assert "4-bit" in linear.kernel.describe(1) and "int8" in linear.kernel.describe(1)
     with pytest.raises(UsageError, match="reference"):
         QuantizedLinear(torch.zeros(2, 2), kernel="referense")
+
+
+def test_eight_bit_channels_round_activations_per_token() -> None:
+    """W8A8 as compressed-tensors means it: one scale per row of activations, absolute maximum / 127."""
+    weight, x = quantised("int8-channel-sym", 40, 100), inputs(100)[:5]
+    scale = x.abs().amax(1, keepdim=True).double() / 127
+    rounded = (x / scale).round() * scale
+    linear = QuantizedLinear(weight, kernel="cpu-int8")
+    assert relative(linear(x), rounded @ weight.dequantize().double().T) < 1e-6
+    assert "per token" in linear.kernel.describe(1)
 
 
 def test_extreme_activations() -> None:

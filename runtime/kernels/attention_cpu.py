@@ -19,6 +19,7 @@ from torch import Tensor
 
 from runtime.kernels import attention_reference
 from runtime.kernels.attention_reference import AttentionKernel
+from runtime.kernels.compiled import compiled
 
 if TYPE_CHECKING:
     from runtime.blocks import KVBatch
@@ -144,7 +145,7 @@ def _transpose_tile(typingctx: Any, a: Any, a_at: Any, a_step: Any, b: Any, b_at
     return types.void(a, types.int64, types.int64, b, types.int64, types.int64), codegen
 
 
-@numba.njit(inline="always")
+@compiled(inline="always")
 def _exp(x: Any) -> Any:
     """exp for x <= 0 in float32, to 2 units in the last place; below -87 it is 0. exp(0) is 1 exactly."""
     x = x if x > np.float32(-88.0) else np.float32(-88.0)
@@ -161,7 +162,7 @@ def _exp(x: Any) -> Any:
     return y * _bits_to_float(power) if x > np.float32(-87.0) else np.float32(0.0)
 
 
-@numba.njit(inline="always")
+@compiled(inline="always")
 def _widen(x: Any, kind: int) -> Any:
     """A stored element as float32 (int8: the bare code)."""
     if kind == HALF:
@@ -175,7 +176,7 @@ def _widen(x: Any, kind: int) -> Any:
     return np.float32(x)
 
 
-@numba.njit(cache=True, error_model="numpy")
+@compiled
 def _load(codes: Any, scales: Any, table: Any, first: int, valid: int, head: int, kind: int, out: Any) -> None:
     """Keys (or values) first .. first+valid-1 of one head as float32 into out[16, dim]; zeros after them."""
     size, dim = codes.shape[1], codes.shape[3]
@@ -192,7 +193,7 @@ def _load(codes: Any, scales: Any, table: Any, first: int, valid: int, head: int
         out[t, :] = 0
 
 
-@numba.njit(cache=True, error_model="numpy")
+@compiled
 def _weigh(scores: Any, i: int, first: int, position: int, scale: Any, window: int, softcap: Any, peak: Any) -> Any:
     """Turn the 16 raw scores of row i into unnormalised weights; returns (new maximum, factor for the sums so far)."""
     for t in range(LANES):
@@ -210,7 +211,7 @@ def _weigh(scores: Any, i: int, first: int, position: int, scale: Any, window: i
     return high, _exp(peak - high)
 
 
-@numba.njit(cache=True, error_model="numpy")
+@compiled
 def _attend_tile(tile: Any, head: int, q: Any, k: Any, v: Any, k_scale: Any, v_scale: Any, table: Any, out: Any,
                  scale: Any, window: int, softcap: Any, kind: int) -> None:  # fmt: skip
     start, tokens, position = tile[1], tile[2], tile[3]
@@ -277,11 +278,11 @@ def _attend_all(tiles: Any, q: Any, k: Any, v: Any, k_scale: Any, v_scale: Any, 
         _attend_tile(tile, item % heads, q, k, v, k_scale, v_scale, tables[tile[0]], out, scale, window, softcap, kind)
 
 
-_attend_threaded = numba.njit(parallel=True, cache=True, error_model="numpy")(_attend_all)
-_attend = numba.njit(cache=True, error_model="numpy")(_attend_all)
+_attend_threaded = compiled(parallel=True)(_attend_all)
+_attend = compiled(_attend_all)
 
 
-@numba.njit(cache=True, error_model="numpy")
+@compiled
 def _store_int8(new: Any, codes: Any, scales: Any, slots: Any) -> None:
     """`attention_reference.store_int8`, block by block (the tokens of a block follow each other in `slots`)."""
     size, heads, dim = codes.shape[1], codes.shape[2], codes.shape[3]

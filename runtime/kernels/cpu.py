@@ -1,8 +1,9 @@
 """Packed linears on CPUs: numba spreads machine-code tiles (tile.py) over threads and rows.
 
 Two ways to multiply. `cpu` keeps activations in float32 and multiplies by exactly dequantised weights. `cpu-int8`
-rounds activations to int8 with a scale per 32 columns and multiplies integers (VNNI where the CPU has it): several
-times faster, about 6e-3 relative error per product. In both, a row's result does not depend on the other rows.
+rounds activations to int8 with a scale per 32 columns (for 8-bit channels, W8A8: per token) and multiplies integers
+(VNNI where the CPU has it): several times faster, about 6e-3 relative error per product. In both, a
+row's result does not depend on the other rows.
 """
 
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from formats.qtensor import QTensor
+from runtime.kernels.attention_cpu import _bits_to_float
+from runtime.kernels.compiled import compiled
 from runtime.kernels.packed import Packed, pack
 from runtime.kernels.tile import GROUP, LANES, has, shapes, tile_address
 from runtime.linear import Kernel, QuantizedLinear
@@ -59,14 +62,21 @@ def _emit_address(typingctx: Any, array: Any) -> Any:
 address: Any = intrinsic(_emit_address)
 
 
-@numba.njit(cache=True)
-def quantise_row(x: np.ndarray, codes: np.ndarray, scales: np.ndarray, sums: np.ndarray) -> None:
-    """x float32 [K] -> codes int8 [K], scales float32 [K/32], sums float32 [K/32, 4]; K a multiple of 32."""
+@compiled
+def quantise_row(x: np.ndarray, codes: np.ndarray, scales: np.ndarray, sums: np.ndarray, whole: bool) -> None:
+    """x float32 [K] -> codes int8 [K], scales float32 [K/32], sums float32 [K/32, 4]; K a multiple of 32.
+
+    whole: the row has one scale, as compressed-tensors' dynamic activations have, instead of one per 32 columns.
+    """
+    high = np.int32(0)
+    bits = x.view(np.int32)  # magnitudes compare as integers do, which vectorises
     for g in range(len(scales)):
         at = g * 32
-        top = np.float32(0)
-        for k in range(at, at + 32):
-            top = max(top, abs(x[k]))
+        if g == 0 or not whole:
+            high = np.int32(0)
+            for k in range(at, len(x) if whole else at + 32):
+                high = max(high, bits[k] & np.int32(0x7FFFFFFF))
+        top = _bits_to_float(np.uint32(high))
         scale = top / np.float32(127)
         inverse = np.float32(127) / top if top > 0 else np.float32(0)
         first = second = np.int32(0)
@@ -84,7 +94,7 @@ def quantise_row(x: np.ndarray, codes: np.ndarray, scales: np.ndarray, sums: np.
         sums[g, 2] = scale * np.float32(second)
 
 
-@numba.njit(cache=True)
+@compiled
 def _unit(d: Any, stripe: int, a: Any, out: Any, first: int, end: int) -> None:
     """Two stripes of one linear times rows first..end-1, in the largest tiles that fit."""
     integer, groups = d[INTEGER] != 0, a.scales.shape[1]
@@ -113,7 +123,7 @@ def _unit(d: Any, stripe: int, a: Any, out: Any, first: int, end: int) -> None:
             row += SHAPES[s, 0]
 
 
-@numba.njit(cache=True, parallel=True)
+@compiled(parallel=True)
 def multiply(stage: Any, bounds: Any, a: Any, out: Any, rows: int) -> None:
     """out[:rows] = the first rows of the activations times the transposed linears of a stage, side by side.
 
@@ -132,11 +142,11 @@ def multiply(stage: Any, bounds: Any, a: Any, out: Any, rows: int) -> None:
             before += pairs
 
 
-@numba.njit(cache=True)
-def quantise(a: Any, rows: int) -> None:
+@compiled
+def quantise(a: Any, rows: int, whole: bool) -> None:
     """`quantise_row` for the first rows."""
     for m in range(rows):
-        quantise_row(a.x[m], a.codes[m], a.scales[m], a.sums[m])
+        quantise_row(a.x[m], a.codes[m], a.scales[m], a.sums[m], whole)
 
 
 class Stage:
@@ -206,7 +216,10 @@ class CpuKernel(Kernel):
 
     def __init__(self, weight: "Tensor | QTensor", device: str, dtype: torch.dtype) -> None:
         self.packed: Packed = pack(weight)
-        self.integer = self.integer and not self.packed.layout.dense
+        layout = self.packed.layout
+        self.integer = self.integer and not layout.dense
+        channels = GROUP << self.packed.shift >= self.packed.in_features and layout.group == GROUP
+        self.whole = self.integer and channels and layout.store == "8" and not layout.offset  # W8A8
         self.fusable = self.packed.order is None
         p, d = self.packed, np.zeros(_WIDTH, np.int64)
         d[: INTEGER + 1] = (
@@ -227,7 +240,7 @@ class CpuKernel(Kernel):
         order = self.packed.order
         a.x[:, : x.shape[1]] = (x if order is None else x[:, order]).float().numpy()
         if self.integer:
-            quantise(a, rows)
+            quantise(a, rows, self.whole)
         out = np.empty((rows, self.stage.columns), np.float32)
         multiply(self.stage.descriptors, self.stage.bounds(threads()), a, out, rows)
         return torch.from_numpy(out)[:, : self.packed.out_features].to(x.dtype)
@@ -240,7 +253,11 @@ class CpuKernel(Kernel):
 
     def describe(self, m: int) -> str:
         p = self.packed.layout
-        arithmetic = "float32" if not self.integer else "int8 VNNI" if has("avx512vnni") else "int8"
+        arithmetic = (
+            "float32"
+            if not self.integer
+            else ("int8 VNNI" if has("avx512vnni") else "int8") + " per token" * self.whole
+        )
         rows = next(r for r, _ in SHAPES if r <= m)
         return f"cpu: {p.store if p.dense else f'{p.store}-bit codes'}, {arithmetic}, tiles of {rows}"
 

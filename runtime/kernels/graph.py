@@ -16,6 +16,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from runtime.kernels.attention_cpu import BFLOAT, HALF, INT8, KINDS, _attend, _attend_threaded, _exp, _store_int8
+from runtime.kernels.compiled import compiled
 from runtime.kernels.cpu import Activations, Stage, activations, multiply, quantise_row, threads
 
 if TYPE_CHECKING:
@@ -88,7 +89,10 @@ class Paged(NamedTuple):
 
 
 class Constants(NamedTuple):
-    """Numbers of the family. *_at: first column of k, v in the qkv output and of `up` in the gate/up output."""
+    """Numbers of the family. *_at: first column of k, v in the qkv output and of `up` in the gate/up output.
+
+    integer: does any product need its inputs as int8? whole: with one scale per token?
+    """
 
     heads: int
     kv_heads: int
@@ -101,6 +105,8 @@ class Constants(NamedTuple):
     gated: bool
     layer_norm: bool
     sandwich: bool
+    integer: bool
+    whole: bool
     eps: Array
     scale: Array
     softcap: Array
@@ -130,7 +136,7 @@ def _emit_bits(typingctx: Any, value: Any) -> Any:
 _bits: Any = intrinsic(_emit_bits)
 
 
-@numba.njit(cache=True)
+@compiled
 def _norm(x: Array, weight: Array, bias: Array, layer_norm: bool, eps: Array, out: Array) -> None:
     """RMS or layer norm of one row, into out."""
     n = len(x)
@@ -164,14 +170,14 @@ def _norm(x: Array, weight: Array, bias: Array, layer_norm: bool, eps: Array, ou
             out[k] = x[k] * factor * weight[k]
 
 
-@numba.njit(inline="always")
+@compiled(inline="always")
 def _tanh(x: Array) -> Array:
     e = _exp(np.float32(-2) * abs(x))
     t = (np.float32(1) - e) / (np.float32(1) + e)
     return t if x >= 0 else -t
 
 
-@numba.njit(cache=True)
+@compiled
 def _activate(gate: Array, up: Array, kind: int, gated: bool, out: Array) -> None:
     """activation(gate) * up for one row."""
     one = np.float32(1)
@@ -194,7 +200,7 @@ def _activate(gate: Array, up: Array, kind: int, gated: bool, out: Array) -> Non
             out[k] = out[k] * up[k]
 
 
-@numba.njit(cache=True)
+@compiled
 def _store(new: Array, cache: Array, slot: int, kind: int) -> None:
     """One token's keys or values [kv_heads, d] into the cache [blocks, block_size, kv_heads, d] of floats."""
     block, offset = slot // cache.shape[1], slot % cache.shape[1]
@@ -210,12 +216,7 @@ def _store(new: Array, cache: Array, slot: int, kind: int) -> None:
                 cache[block, offset, h, j] = new[h, j]
 
 
-@numba.njit(cache=True)
-def _quantise(a: Array, m: int) -> None:
-    quantise_row(a.x[m], a.codes[m], a.scales[m], a.sums[m])
-
-
-@numba.njit(cache=True)
+@compiled
 def _residual(m: int, layer: int, bias: Array, post: int, w: Array, c: Array, s: Array) -> None:
     """h += post-norm(y + bias) for token m, where the family has them."""
     h, y = s.h[m], s.y[m, : s.h.shape[1]]
@@ -228,15 +229,16 @@ def _residual(m: int, layer: int, bias: Array, post: int, w: Array, c: Array, s:
         h[j] += y[j]
 
 
-@numba.njit(cache=True)
+@compiled
 def _normed(m: int, layer: int, which: int, w: Array, c: Array, s: Array, a: Array) -> None:
     """The normed hidden state of token m becomes the input of a stage."""
     norm = w.norms[layer, which]
     _norm(s.h[m], norm[0], norm[1], c.layer_norm, c.eps, a.x[m, : s.h.shape[1]])
-    _quantise(a, m)
+    if c.integer:
+        quantise_row(a.x[m], a.codes[m], a.scales[m], a.sums[m], c.whole)
 
 
-@numba.njit(cache=True)
+@compiled
 def _rotate(m: int, layer: int, w: Array, c: Array, s: Array, kv: Array) -> None:
     """From token m's row of the qkv product, by bias, norms and rotation, to q and the cache."""
     d, half, qkv = c.head_dim, c.head_dim // 2, s.qkv[m]
@@ -267,7 +269,7 @@ def _rotate(m: int, layer: int, w: Array, c: Array, s: Array, kv: Array) -> None
         _store(s.v[m], kv.v[layer], kv.slots[m], kv.kind)
 
 
-@numba.njit(cache=True)
+@compiled
 def _row(phase: int, m: int, layer: int, w: Array, c: Array, s: Array, a: Array, b: Array, d: Array, kv: Array) -> None:
     """What happens to one token between the products of a block."""
     if phase == ENTER:
@@ -281,7 +283,8 @@ def _row(phase: int, m: int, layer: int, w: Array, c: Array, s: Array, a: Array,
         for h in range(c.heads):
             for j in range(c.head_dim):
                 b.x[m, h * c.head_dim + j] = s.attended[m, h, j]
-        _quantise(b, m)
+        if c.integer:
+            quantise_row(b.x[m], b.codes[m], b.scales[m], b.sums[m], c.whole)
     elif phase == MIDDLE:
         _residual(m, layer, w.o_bias, POST_ATTENTION, w, c, s)
         _normed(m, layer, MLP, w, c, s, a)
@@ -291,10 +294,11 @@ def _row(phase: int, m: int, layer: int, w: Array, c: Array, s: Array, a: Array,
             for j in range(w.up_bias.shape[1]):
                 u[j] += w.up_bias[layer, j]
         _activate(u[: c.inner], u[c.up_at : c.up_at + c.inner], c.activation, c.gated, d.x[m, : c.inner])
-        _quantise(d, m)
+        if c.integer:
+            quantise_row(d.x[m], d.codes[m], d.scales[m], d.sums[m], c.whole)
 
 
-@numba.njit(cache=True, parallel=True)
+@compiled(parallel=True)
 def _rows_threaded(
     phase: int, layer: int, rows: int, w: Array, c: Array, s: Array, a: Array, b: Array, d: Array, kv: Array
 ) -> None:
@@ -302,7 +306,7 @@ def _rows_threaded(
         _row(phase, int(m), layer, w, c, s, a, b, d, kv)  # m is unsigned here
 
 
-@numba.njit(cache=True)
+@compiled
 def _rows(
     phase: int, layer: int, rows: int, w: Array, c: Array, s: Array, a: Array, b: Array, d: Array, kv: Array
 ) -> None:
@@ -313,7 +317,7 @@ def _rows(
             _row(phase, m, layer, w, c, s, a, b, d, kv)
 
 
-@numba.njit(cache=True)
+@compiled
 def _run(rows: int, w: Array, c: Array, s: Array, a: Array, b: Array, d: Array, kv: Array) -> None:
     """All blocks: s.h [rows, hidden] goes in as embeddings and comes out before the final norm."""
     layers = len(w.windows)
@@ -351,6 +355,8 @@ class Graph:
         stages = [[Stage.of(stage) for stage in block.stages()] for block in blocks]
         self.stages, self.config, self.rotary = stages, config, model.rotary
         first = stages[0]
+        kernels = [kernel for layer in stages for stage in layer for kernel in stage.kernels]
+        integer = [kernel.integer for kernel in kernels]
         qkv, up = first[0].starts, first[2].starts
         whole = len(qkv) == 2  # one fused linear
         inner = blocks[0].down.in_features
@@ -364,6 +370,8 @@ class Graph:
             len(up) == 3,
             model.norm.bias is not None,
             blocks[0].mlp_post is not None,
+            any(integer),
+            all(kernel.whole for kernel in kernels if kernel.integer) and any(integer),
             np.float32(config.eps), np.float32(config.attention_scale), np.float32(config.attention_softcap or 0),
         )  # fmt: skip
 

@@ -123,7 +123,11 @@ def work(engine: str, path: str, threads: int) -> None:
 def start(engine: str, path: str, args: argparse.Namespace) -> "subprocess.Popen[str] | None":
     python = args.llama_cpp_python if engine == "llama_cpp" else sys.executable
     command = [python, __file__, path, "--engine", engine, "--threads", str(args.threads)]
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": str(args.threads)}
+    env = {
+        **os.environ,
+        "PYTHONPATH": f"{Path(__file__).parents[2]}:{os.environ.get('PYTHONPATH', '')}",
+        "OMP_NUM_THREADS": str(args.threads),
+    }
     process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                stderr=subprocess.DEVNULL, text=True)  # fmt: skip
     assert process.stdout
