@@ -19,6 +19,7 @@ from llvmlite import ir
 LANES, GROUP = 16, 32
 BYTE, I32, I64, F32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
 INTS, FLOATS, BYTES = ir.VectorType(I32, LANES), ir.VectorType(F32, LANES), ir.VectorType(BYTE, 4 * LANES)
+I16, WORDS = ir.IntType(16), ir.VectorType(ir.IntType(16), 2 * LANES)
 ARGUMENTS = ("codes", "scales", "offsets", "x", "x_scales", "x_sums", "out", "x_step", "g_step", "out_step", "groups",
              "shift")  # fmt: skip
 DENSE = {"float32": F32, "float16": ir.HalfType(), "bfloat16": ir.IntType(16)}
@@ -121,6 +122,18 @@ class _Emitter:
     def fma(self, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
         return self.call("llvm.fma.v16f32", FLOATS, a, b, c)
 
+    def by_halves(self, name: str, element: ir.Type, *args: ir.Value) -> ir.Value:
+        """A 256-bit instruction on both halves of 512-bit vectors; `element` is the type of the result's elements."""
+
+        def half(v: ir.Value, which: int) -> ir.Value:
+            n = v.type.count // 2
+            lanes = ir.Constant(ir.VectorType(I32, n), list(range(which * n, (which + 1) * n)))
+            return self.b.shuffle_vector(v, ir.Constant(v.type, ir.Undefined), lanes)
+
+        n = 256 // (32 if element in (I32, F32) else element.width)
+        low, high = (self.call(name, ir.VectorType(element, n), *(half(a, which) for a in args)) for which in (0, 1))
+        return self.b.shuffle_vector(low, high, ir.Constant(ir.VectorType(I32, 2 * n), list(range(2 * n))))
+
     def widen(self, kind: str, address: ir.Value) -> ir.Value:
         """16 stored parameters or dense weights as float32."""
         if kind == "bfloat16":
@@ -159,6 +172,11 @@ class _Emitter:
         table = ir.Constant(FLOATS, list((*self.layout.table, *[0.0] * LANES)[:LANES]))
         if has("avx512f"):
             return self.call("llvm.x86.avx512.permvar.sf.512", FLOATS, table, codes)
+        if has("avx2"):  # eight entries at a time
+            entries = list(table.constant)
+            parts = [ir.Constant(FLOATS, entries[at : at + 8] * 2) for at in (0, 8)]
+            low, high = (self.by_halves("llvm.x86.avx2.permps", F32, part, codes) for part in parts)
+            return self.b.select(self.b.icmp_unsigned("<", codes, self.ints(8)), low, high)
         result = ir.Constant(FLOATS, ir.Undefined)
         for lane in range(LANES):
             level = self.b.extract_element(table, self.b.extract_element(codes, I32(lane)))
@@ -171,6 +189,8 @@ class _Emitter:
         codes, table = self.b.bitcast(quad, BYTES), ir.Constant(BYTES, levels * 4)
         if has("avx512bw"):
             return self.b.bitcast(self.call("llvm.x86.avx512.pshuf.b.512", BYTES, table, codes), INTS)
+        if has("avx2"):
+            return self.b.bitcast(self.by_halves("llvm.x86.avx2.pshuf.b", BYTE, table, codes), INTS)
         result = ir.Constant(BYTES, ir.Undefined)
         for lane in range(4 * LANES):
             level = self.b.extract_element(table, self.b.zext(self.b.extract_element(codes, I32(lane)), I32))
@@ -189,16 +209,34 @@ class _Emitter:
         value = self.b.fmul(scale, level)
         return value if offset is None or self.layout.zero else self.b.fsub(value, offset)
 
-    def dot(self, total: ir.Value, w: ir.Value, x: ir.Value) -> ir.Value:
-        """total + sum of four products of unsigned bytes w and signed bytes x, per 32-bit lane."""
+    def dot(self, quads: list[ir.Value], xs: list[ir.Value]) -> ir.Value:
+        """Sums, per 32-bit lane, of the products of unsigned bytes (at most 8 quads) and signed bytes."""
+        total = self.ints(0)
         if has("avx512vnni"):
-            if llvm.llvm_version_info[0] >= 22:
+            for w, x in zip(quads, xs, strict=True):
+                if llvm.llvm_version_info[0] >= 22:
+                    w, x = self.b.bitcast(w, BYTES), self.b.bitcast(x, BYTES)
+                total = self.call("llvm.x86.avx512.vpdpbusd.512", INTS, total, w, x)
+        elif has("avx2") and self.layout.store == "4" and not self.layout.table:
+            words = ir.Constant(WORDS, [0] * 2 * LANES)  # 8 quads x 2 products of 15 x 127 fit 16 bits
+            for w, x in zip(quads, xs, strict=True):
                 w, x = self.b.bitcast(w, BYTES), self.b.bitcast(x, BYTES)
-            return self.call("llvm.x86.avx512.vpdpbusd.512", INTS, total, w, x)
-        for c in range(4):
-            wide = self.b.and_(self.b.lshr(w, self.ints(8 * c)), self.ints(255))
-            signed = self.b.ashr(self.b.shl(x, self.ints(24 - 8 * c)), self.ints(24))
-            total = self.b.add(total, self.b.mul(wide, signed))
+                words = self.b.add(words, self.by_halves("llvm.x86.avx2.pmadd.ub.sw", I16, w, x))
+            total = self.by_halves("llvm.x86.avx2.pmadd.wd", I32, words, ir.Constant(WORDS, [1] * 2 * LANES))
+        elif has("avx2"):
+            eight = ir.Constant(WORDS, [8] * 2 * LANES)
+            for w, x in zip(quads, xs, strict=True):
+                w, x = self.b.bitcast(w, WORDS), self.b.bitcast(x, WORDS)
+                even = self.b.and_(w, ir.Constant(WORDS, [255] * 2 * LANES)), self.b.ashr(self.b.shl(x, eight), eight)
+                odd = self.b.lshr(w, eight), self.b.ashr(x, eight)
+                for pair in (even, odd):
+                    total = self.b.add(total, self.by_halves("llvm.x86.avx2.pmadd.wd", I32, *pair))
+        else:
+            for w, x in zip(quads, xs, strict=True):
+                for c in range(4):
+                    wide = self.b.and_(self.b.lshr(w, self.ints(8 * c)), self.ints(255))
+                    signed = self.b.ashr(self.b.shl(x, self.ints(24 - 8 * c)), self.ints(24))
+                    total = self.b.add(total, self.b.mul(wide, signed))
         return total
 
     # -- one group of 32 columns -----------------------------------------------------------------------------------
@@ -238,10 +276,9 @@ class _Emitter:
                 minimum = self.b.fneg(offset)
             scale = scale if unit == 1.0 else self.b.fmul(scale, self.floats(unit))
             for m in range(self.rows):
-                total = self.ints(0)
-                for j in range(sub * quads_per, (sub + 1) * quads_per):
-                    x = self.load(I32, self.b.add(self.x_rows[m], I64(4 * j)))
-                    total = self.dot(total, quads[j], self.splat(x))
+                mine = range(sub * quads_per, (sub + 1) * quads_per)
+                xs = [self.splat(self.load(I32, self.b.add(self.x_rows[m], I64(4 * j)))) for j in mine]
+                total = self.dot([quads[j] for j in mine], xs)
                 row = self.at(g, (self.arg["g_step"], m))
                 x_scale = self.splat(self.load(F32, self.at(self.arg["x_scales"], (row, 4))))
                 totals[m] = self.fma(self.b.sitofp(total, FLOATS), self.b.fmul(scale, x_scale), totals[m])
