@@ -93,6 +93,8 @@ def read_imatrix(path: Path, arch: Arch) -> Imatrix:
         if counts not in file.tensors or info.type.name != "F32" or file.tensors[counts].type.name != "F32":
             raise DataError(f'"{stored}" has no counts, or is not float32', where=str(path))
         sums, seen = (torch.from_numpy(file.bytes_of(n).view(np.float32)) for n in (name, counts))
+        if sums.dim() == 1:  # ggml drops the outer dimension of a matrix that has one row
+            sums = sums[None]
         if sums.dim() != 2 or seen.numel() not in (1, len(sums)) or not (seen.isfinite().all() and (seen >= 0).all()):
             raise DataError(f'"{stored}" has sums {list(sums.shape)} for counts {seen.tolist()}', where=str(path))
         hf = hf_name(arch, stored)
