@@ -48,6 +48,19 @@ def test_layout_is_llama_imatrix_and_reads_back(tmp_path: Path) -> None:
     assert all(torch.allclose(back.mean_squares[n], matrix.mean_squares[n]) for n in matrix.mean_squares)
 
 
+def test_ggml_writes_a_single_row_with_one_dimension(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "i.gguf", arch="", use_temp_file=False)
+    writer.add_tensor("blk.0.attn_q.weight.in_sum2", np.full(64, 6, np.float32))
+    writer.add_tensor("blk.0.attn_q.weight.counts", np.full(1, 3, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    back = read_imatrix(tmp_path / "i.gguf", ARCHITECTURES["llama"])
+    (name,) = back.tokens
+    assert back.tokens[name] == 3 and torch.equal(back.mean_squares[name], torch.full((64,), 2.0))
+
+
 def test_experts_are_stacked_and_unseen_ones_count_one(tmp_path: Path) -> None:
     arch = ARCHITECTURES["qwen3_moe"]
     names = [f"model.layers.0.mlp.experts.{e}.up_proj.weight" for e in range(12)]

@@ -11,6 +11,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 
+import gguf
 import matrix
 import numpy as np
 from quantised import decoded, logits
@@ -18,6 +19,7 @@ from quantised import decoded, logits
 from formats.containers import open_checkpoint
 
 PEERS = Path(os.environ.get("PEERS", ".venv-peers"))
+QUICKSTART = Path(__file__).parents[1] / "recipes" / "quickstart" / "model"
 pytestmark = pytest.mark.slow
 
 
@@ -81,3 +83,27 @@ def test_we_read_what_gptqmodel_wrote(source: Path, tmp_path: Path, method: str)
     theirs = matrix.in_peer(PEERS.absolute(), [out], tmp_path)[method]
     assert np.abs(theirs - ours.numpy()).max() < 1e-3
     assert torch.isfinite(ours).all()
+
+
+@pytest.mark.parametrize("kind", ["Q4_K_M", "Q3_K_S", "Q2_K", "IQ4_XS", "Q5_1"])
+def test_we_read_mixtures_of_llama_quantize(kind: str, tmp_path: Path) -> None:
+    """Mainline's tool, in PEERS/llama.cpp/build/bin; gguf-py says what each tensor holds."""
+    tools = PEERS.absolute() / "llama.cpp" / "build" / "bin"
+    if not (tools / "llama-quantize").exists():
+        pytest.skip("llama.cpp is not built")
+    convert = [Path(sys.executable).with_name("quantize"), "convert", QUICKSTART, "-o", tmp_path / "float"]
+    subprocess.run([*convert, "--format", "gguf", "--dtype", "float32"], check=True, capture_output=True)
+    file = tmp_path / "theirs.gguf"
+    command = [tools / "llama-quantize", tmp_path / "float" / "model.gguf", file, kind, "1"]
+    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "LD_LIBRARY_PATH": str(tools)})
+    stored = {t.name: t for t in gguf.GGUFReader(file).tensors}
+    with open_checkpoint(file) as checkpoint:
+        names = {"token_embd": "model.embed_tokens"}
+        for i in range(4):
+            names |= {f"blk.{i}.ffn_{n}": f"model.layers.{i}.mlp.{n}_proj" for n in ("up", "gate", "down")}
+            names |= {f"blk.{i}.attn_v": f"model.layers.{i}.self_attn.v_proj"}
+        for theirs, ours in names.items():
+            tensor = stored[f"{theirs}.weight"]
+            want = gguf.dequantize(tensor.data, tensor.tensor_type)
+            assert np.array_equal(checkpoint.read_dense(f"{ours}.weight").numpy(), want), ours
+    assert len({t.tensor_type for t in stored.values()}) > 1
