@@ -210,9 +210,9 @@ def generate_text(
 
     Each row begins with BOS, or with the end-of-text token, or else with a random token; an end of text within a row is
     followed by the next text. progress(rows done, rows wanted) is called after each batch. The whole model is in memory
-    meanwhile, in its own dtype.
+    meanwhile.
     """
-    model = dense_model(checkpoint, matmul_dtype(torch.device("cpu"))).to(device)
+    model = dense_model(checkpoint, matmul_dtype(torch.device(device))).to(device)
     start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     vocab = min(model.get_input_embeddings().weight.shape[0], len(tokenizer))
     generator = torch.Generator().manual_seed(seed)

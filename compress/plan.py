@@ -167,11 +167,8 @@ class Plan:
         if self.recipe.evaluate:
             spec = self.recipe.evaluate.perplexity
             work += 2 * 2 * spec.length * spec.chunks * self.parameters
-        return (
-            10
-            + forwards / _flops_per_second(matmul_dtype(torch.device("cpu")))
-            + work / _flops_per_second(torch.float32)
-        )
+        dtype = matmul_dtype(torch.device("cpu"))
+        return 10 + forwards / _flops_per_second(dtype) + work / _flops_per_second(torch.float32)
 
     def summary(self) -> dict[str, Any]:
         """The plan as plain data."""
